@@ -1,0 +1,950 @@
+"""The model, the sparse actor that generates with it, the mismatch between the two, and the sparsity that bounds it.
+
+Two views of the same weights play in one training step (Sparrow, arXiv 2606.08446):
+
+    the policy   full attention; its log-probs are what GRPO trains           p(v | context)
+    the actor    block-sparse attention over a paged KV cache; it generates   q(v | context)
+
+They agree on most tokens to three digits, and the few where they do not decide whether training survives. The
+measure is the acceptance rate of one token (Eq. 2), the overlap of the two distributions:
+
+    alpha = E_{v~q}[ min(p(v)/q(v), 1) ] = sum_v min(p(v), q(v))           1: equal, 0: disjoint
+
+The paper's finding: training is stable while the 5th percentile of alpha stays above tau (0.86) *at every position*.
+Under a fixed budget that tail sinks as the context grows, so later positions need more pages. The paper finds the
+schedule offline, model by model. Here `Controller` finds it online: the GRPO step computes the policy's last hidden
+states anyway, the actor keeps its own, and one extra output-head product on each turns them into exact alphas.
+
+Read in this order:
+    Model       Qwen2, Qwen3 and Llama, Hugging Face weights in and out
+    mismatch    token_logprobs, acceptance, tail
+    sparsity    Schedule (pages a row may read, per bin of cached tokens) and Controller (moves it)
+    Actor       paged cache, continuous batching, sampling
+
+Shape legend as in sparse_attn.py: B rows (N in training), T tokens, H query heads, G KV heads, D head dim, d hidden
+size, P pages, S page size, V vocabulary, L layers.
+
+    python sparrow.py --model DIR-or-NAME --prompt "Why is the sky blue?" --budget 0.1
+"""
+import argparse
+import json
+import math
+import os
+import sys
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: spinning threads starve each other on small CPUs
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from sparse_attn import DENSE, append_kv, fill_kv, paged_attention, select_pages, sparse_attention
+
+# ---- model ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Config:
+    """The shape of a decoder, with nothing left to guess: what the kinds imply is spelled out by `from_hf`."""
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    tied: bool             # the output head is the embedding matrix
+    norm_eps: float
+    max_context: int       # positions the model was made for
+    inv_freq: list         # [D/2] RoPE frequencies
+    rope_scale: float      # factor on cos and sin (YaRN), else 1
+
+    @classmethod
+    def from_hf(cls, hf):
+        """Read a transformers config. Raises ValueError naming whatever this decoder does not implement."""
+        kind = hf.model_type
+        if kind not in ("qwen2", "qwen3", "llama"):
+            raise ValueError(f"model kind '{kind}' is not supported; sparrow reads qwen2 (also Qwen2.5), qwen3 and llama")
+        if getattr(hf, "use_sliding_window", False):
+            raise ValueError("use_sliding_window is set in config.json; sliding-window layers are not supported")
+        if hf.hidden_act != "silu":
+            raise ValueError(f"hidden_act '{hf.hidden_act}' in config.json is not supported, only 'silu'")
+        head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+        attention_bias = getattr(hf, "attention_bias", False)  # Qwen2 has no such flag, and always biases q, k and v
+        inv_freq, rope_scale = rope_frequencies(hf, head_dim)
+        return cls(
+            hf.vocab_size, hf.hidden_size, hf.intermediate_size, hf.num_hidden_layers, hf.num_attention_heads,
+            hf.num_key_value_heads or hf.num_attention_heads, head_dim, qkv_bias=kind == "qwen2" or attention_bias,
+            o_bias=kind != "qwen2" and attention_bias, mlp_bias=getattr(hf, "mlp_bias", False),
+            qk_norm=kind == "qwen3", tied=bool(hf.tie_word_embeddings), norm_eps=hf.rms_norm_eps,
+            max_context=hf.max_position_embeddings, inv_freq=inv_freq, rope_scale=rope_scale)
+
+
+def rope_frequencies(hf, head_dim):
+    """(inv_freq list [D/2], scale) of a transformers config in its old (`rope_theta`) or new (`rope_parameters`) layout."""
+    rope = dict(getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {})
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope.get("partial_rotary_factor", getattr(hf, "partial_rotary_factor", None)) not in (None, 1.0):
+        raise ValueError("partial_rotary_factor in config.json is not supported: all of a head must be rotated")
+    if rope_type == "default":
+        theta = rope.get("rope_theta", getattr(hf, "rope_theta", 10000.0))
+        return (1.0 / theta ** (torch.arange(0, head_dim, 2).float() / head_dim)).tolist(), 1.0
+    if rope_type in ("dynamic", "longrope") or rope_type not in ROPE_INIT_FUNCTIONS:
+        why = "its frequencies change with the length" if rope_type in ("dynamic", "longrope") else "unknown"
+        raise ValueError(f"rope_type '{rope_type}' in config.json is not supported ({why})")
+    inv_freq, scale = ROPE_INIT_FUNCTIONS[rope_type](hf, "cpu")
+    return inv_freq.tolist(), float(scale)
+
+
+class Linear(nn.Linear):
+    """Computes in the type of its input, whatever the weights are kept in (fp32 masters, bf16 compute)."""
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size, eps):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x):  # fp32 inside: the caller casts the result
+        x = x.float()
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight.float()
+
+
+class Attention(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.c = c
+        self.q_proj = Linear(c.hidden_size, c.num_attention_heads * c.head_dim, bias=c.qkv_bias)
+        self.k_proj = Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=c.qkv_bias)
+        self.v_proj = Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=c.qkv_bias)
+        self.o_proj = Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=c.o_bias)
+        if c.qk_norm:
+            self.q_norm, self.k_norm = RMSNorm(c.head_dim, c.norm_eps), RMSNorm(c.head_dim, c.norm_eps)
+
+    def forward(self, x, rope, attend):
+        (B, T, _), D = x.shape, self.c.head_dim
+        q, k, v = (proj(x).view(B, T, -1, D) for proj in (self.q_proj, self.k_proj, self.v_proj))  # [B,T,H or G,D]
+        if self.c.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = (rotate(y, *rope).to(x.dtype) for y in (q, k))
+        out = attend(*(y.transpose(1, 2) for y in (q, k, v)))                             # [B,H,T,D]
+        return self.o_proj(out.transpose(1, 2).reshape(B, T, -1))
+
+
+class MLP(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.gate_proj = Linear(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
+        self.up_proj = Linear(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
+        self.down_proj = Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.self_attn, self.mlp = Attention(c), MLP(c)
+        self.input_layernorm = RMSNorm(c.hidden_size, c.norm_eps)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.norm_eps)
+
+    def forward(self, x, rope, attend, dtype):
+        x = x + self.self_attn(self.input_layernorm(x).to(dtype), rope, attend)
+        return x + self.mlp(self.post_attention_layernorm(x).to(dtype))
+
+
+def rotate(x, cos, sin):
+    """RoPE in Hugging Face's half-split layout, fp32. x: [B,T,heads,D]; cos, sin: [B or 1,T,1,D/2]"""
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def dense_attend(layer, q, k, v):
+    """Causal attention over the whole sequence: what the policy does. q: [B,H,T,D]; k, v: [B,G,T,D]"""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def sparse_attend(budgets, dense_layers=2, page_size=16, first=1, last=2):
+    """The actor's attention, teacher-forced: an `attend` for `Model`. budgets: [T] or [B,T] int32 pages per position."""
+    def attend(layer, q, k, v):
+        if layer < dense_layers:
+            return dense_attend(layer, q, k, v)
+        return sparse_attention(q, k, v, budgets, page_size, first, last)
+    return attend
+
+
+class Model(nn.Module):
+    """A Qwen2, Qwen3 or Llama decoder whose parameter names are Hugging Face's.
+
+    Attention itself is a function handed in: `attend(layer, q, k, v) -> [B,H,T,D]`. The policy, the prefill, the
+    decode step and the teacher-forced actor are this one model under four such functions. The residual stream is fp32
+    and the norms compute in fp32, so that policy and actor differ by their sparsity more than by their rounding.
+    """
+    def __init__(self, config, hf_config=None, tokenizer=None, generation_config=None):
+        super().__init__()
+        self.config, self.hf_config = config, hf_config
+        self.tokenizer, self.generation_config = tokenizer, generation_config
+        self.dtype = torch.float32         # compute type of the matrix products
+        self.checkpoint_layers = False     # recompute each layer in the backward pass
+        self.model = nn.ModuleDict(dict(
+            embed_tokens=nn.Embedding(config.vocab_size, config.hidden_size),
+            layers=nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers)),
+            norm=RMSNorm(config.hidden_size, config.norm_eps)))
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        self.register_buffer("inv_freq", torch.tensor(config.inv_freq, dtype=torch.float32), persistent=False)
+
+    @property
+    def n_tokens(self):
+        """Ids that exist. Rows of the head above the tokenizer's size are padding: never sampled, in no distribution."""
+        if self.tokenizer is None:
+            return self.config.vocab_size
+        if getattr(self, "_n_tokens", None) is None:
+            self._n_tokens = min(self.config.vocab_size, max(self.tokenizer.get_vocab().values()) + 1)
+        return self._n_tokens
+
+    def hidden_states(self, ids, attend=dense_attend, positions=None):
+        """ids: [B,T]; positions: [B,T], default 0..T-1 -> states after the final norm [B,T,d], in `self.dtype`."""
+        if positions is None:
+            positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        phase = positions[..., None, None].float() * self.inv_freq                        # [B,T,1,D/2]; fp32: bf16
+        rope = phase.cos() * self.config.rope_scale, phase.sin() * self.config.rope_scale  # is off by whole turns
+        x = self.model.embed_tokens(ids).to(self.dtype).float()                           # [B,T,d]
+        for i, layer in enumerate(self.model.layers):
+            args = x, rope, lambda q, k, v, i=i: attend(i, q, k, v), self.dtype
+            x = checkpoint(layer, *args, use_reentrant=False) if self.checkpoint_layers else layer(*args)
+        return self.model.norm(x).to(self.dtype)
+
+    def logits(self, hidden):
+        """[..., d] -> [..., V] over the ids that exist, fp32."""
+        return F.linear(hidden, self.lm_head.weight[:self.n_tokens].to(hidden.dtype)).float()
+
+    def forward(self, ids, attend=dense_attend, positions=None, head=None):
+        """Logits [B,T,V], or whatever `head(hidden, self.logits)` makes of the hidden states without building them all."""
+        hidden = self.hidden_states(ids, attend, positions)
+        return self.logits(hidden) if head is None else head(hidden, self.logits)
+
+    @property
+    def stop_ids(self):
+        """The union of what generation_config, config and tokenizer call end of sequence."""
+        found = set()
+        for source in (self.generation_config, self.hf_config):
+            ids = getattr(source, "eos_token_id", None)
+            found.update(ids if isinstance(ids, (list, tuple)) else [ids])
+        found.add(getattr(self.tokenizer, "eos_token_id", None))
+        return sorted(found - {None})
+
+    @classmethod
+    def from_pretrained(cls, name_or_dir, device="cpu"):
+        """Load a local folder, or a name from the Hugging Face Hub ("Qwen2.5-1.5B" is short for "Qwen/Qwen2.5-1.5B").
+
+        Weights are read as fp32 masters. Raises FileNotFoundError or ValueError with what to do.
+        """
+        folder = find_model(name_or_dir)
+        hf = AutoConfig.from_pretrained(folder)
+        has_tokenizer = any((folder / f).exists() for f in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
+        tokenizer = AutoTokenizer.from_pretrained(folder) if has_tokenizer else None
+        generation = GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").exists() else None
+        config = Config.from_hf(hf)
+        with torch.device("meta"):
+            model = cls(config, hf, tokenizer, generation)
+        model.inv_freq = torch.tensor(model.config.inv_freq, dtype=torch.float32, device=device)
+        model.load_state_dict(read_weights(folder, model, device), assign=True)
+        if model.config.tied:
+            model.lm_head.weight = model.model.embed_tokens.weight
+        return model.requires_grad_(True)
+
+    def save_pretrained(self, folder):
+        """Write a folder that `transformers` opens: config, fp32 weights, tokenizer and generation config."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {k: v.detach().cpu().contiguous() for k, v in self.state_dict().items()
+                 if not (self.config.tied and k == "lm_head.weight")}
+        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+        self.hf_config.dtype = "float32"
+        for part in (self.hf_config, self.generation_config, self.tokenizer):
+            if part is not None:
+                part.save_pretrained(folder)
+
+
+def find_model(name):
+    """A local folder as it is; otherwise a Hub download. -> Path"""
+    folder = Path(name)
+    if folder.is_dir():
+        if not (folder / "config.json").exists():
+            raise FileNotFoundError(f"model folder '{name}' holds no config.json; give a Hugging Face checkpoint folder")
+        return folder
+    if str(name).startswith((".", "/", "~")) or str(name).count("/") > 1:
+        raise FileNotFoundError(f"model folder '{name}' does not exist")
+    from huggingface_hub import snapshot_download
+    repo = str(name) if "/" in str(name) else f"Qwen/{name}"
+    try:
+        return Path(snapshot_download(repo, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
+    except Exception as error:  # offline, misspelt, gated: the Hub client has a dozen classes for it
+        raise FileNotFoundError(
+            f"model '{name}': no such local folder, and '{repo}' could not be had from the Hugging Face Hub "
+            f"({type(error).__name__}). Give a folder with config.json and *.safetensors, or check name and network."
+        ) from None
+
+
+def read_weights(folder, model, device):
+    """State dict of `model` from the folder's (sharded) safetensors, as fp32. Names and shapes are checked."""
+    files = sorted(folder.glob("*.safetensors"))
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        files = sorted({folder / f for f in json.loads(index.read_text())["weight_map"].values()})
+    if missing := [f.name for f in files if not f.exists()] or (["*.safetensors"] if not files else []):
+        raise FileNotFoundError(f"model folder '{folder}' lacks {', '.join(missing)}")
+    want, state = {k: v.shape for k, v in model.state_dict().items()}, {}
+    for file in files:
+        with safe_open(file, "pt", device=str(device)) as tensors:
+            for name in tensors.keys():
+                if name in want and not (model.config.tied and name == "lm_head.weight"):
+                    state[name] = nn.Parameter(tensors.get_tensor(name).float())
+    if model.config.tied:  # a spare head in the file is ignored: the embedding is the head
+        state["lm_head.weight"] = state.get("model.embed_tokens.weight")
+    for name, shape in want.items():
+        if state.get(name) is None or state[name].shape != shape:
+            got = "is missing" if state.get(name) is None else f"has shape {list(state[name].shape)}"
+            raise ValueError(f"model folder '{folder}': weight {name} {got}; config.json asks for {list(shape)}")
+    return state
+
+
+# ---- mismatch: log-probs, acceptance, its tail ------------------------------------------------------------------
+
+
+def gather_logprobs(project, hidden, targets, temperature=1.0, chunk=1024):
+    """log p(targets) from hidden states, a chunk of tokens at a time: no [M,V] tensor outlives its chunk, also in the
+    backward pass. project: d -> V; hidden: [M,d]; targets: [M] -> [M] fp32."""
+    def piece(h, t):
+        return (project(h) / temperature).log_softmax(-1).gather(-1, t[:, None])[:, 0]
+    parts = [checkpoint(piece, h, t, use_reentrant=False) if torch.is_grad_enabled() else piece(h, t)
+             for h, t in zip(hidden.split(chunk), targets.split(chunk))]
+    return torch.cat(parts) if parts else hidden.new_zeros(0, dtype=torch.float32)
+
+
+def token_logprobs(model, ids, temperature=1.0, attend=dense_attend, chunk=1024):
+    """log p(ids[:, t] | ids[:, :t]) -> [N,T] fp32; entry 0, which nothing predicts, is 0. Right-pad unlike lengths."""
+    def head(hidden, project):
+        logp = gather_logprobs(project, hidden[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), temperature, chunk)
+        return F.pad(logp.view(len(ids), -1), (1, 0))
+    return model(ids, attend, head=head)
+
+
+def acceptance(p_logits, q_logits):
+    """alpha = sum_v min(p(v), q(v)) (Eq. 2), exact over the whole vocabulary. logits: [..., V] -> [...] fp32."""
+    return torch.minimum(p_logits.float().softmax(-1), q_logits.float().softmax(-1)).sum(-1)
+
+
+def acceptance_topk(p_logits, q_logits, k=20):
+    """What an engine that lists only the actor's k likeliest tokens can know of alpha: (lower, upper).
+
+    lower = sum of min(p, q) over those k, which is what the paper's engine reports; upper adds the smaller of the two
+    remainders. On flat distributions the lower bound is far off, so it is for comparison, never for control.
+    """
+    p, q = p_logits.float().softmax(-1), q_logits.float().softmax(-1)
+    q_top, index = q.topk(min(k, q.shape[-1]), dim=-1)
+    p_top = p.gather(-1, index)
+    lower = torch.minimum(p_top, q_top).sum(-1)
+    return lower, lower + torch.minimum(1 - p_top.sum(-1), 1 - q_top.sum(-1)).clamp(min=0)
+
+
+def chunked_acceptance(project, p_hidden, q_hidden, temperature=1.0, chunk=1024):
+    """`acceptance` from the two last hidden states [M,d], through one head, a chunk at a time -> [M]."""
+    parts = [acceptance(project(p) / temperature, project(q) / temperature)
+             for p, q in zip(p_hidden.split(chunk), q_hidden.split(chunk))]
+    return torch.cat(parts) if parts else p_hidden.new_zeros(0, dtype=torch.float32)
+
+
+def tail(alpha, mask=None, fraction=0.05):
+    """The order statistic of rank ceil(fraction * n), smallest first, no interpolation. NaN is left out; none: NaN."""
+    alpha = alpha[mask] if mask is not None else alpha.flatten()
+    alpha = alpha[~alpha.isnan()].float()
+    if not len(alpha):
+        return float("nan")
+    rank = math.ceil(fraction * len(alpha) - 1e-9)  # 0.07 * 100 is 7.000000000000001 in floating point
+    return alpha.kthvalue(max(rank, 1)).values.item()
+
+
+# ---- sparsity: how many pages a row may read --------------------------------------------------------------------
+
+# Tables published with the paper: pages per 2,000 cached tokens at page size 16, without the three reserved pages.
+# The last value holds beyond the last bin.
+PUBLISHED = {
+    "qwen3-1.7b-0.75": "29 29 45 45 61 61 77 77 93 93 93 93 93 93 93 93 93 93 93 93",
+    "qwen3-1.7b-0.80": "29 45 61 77 93 93 125 125 125 157 157 157 157 157 157 157 157 157 157 157",
+    "qwen3-1.7b-0.83": "29 61 77 93 125 125 157 157 189 189 189 189 189 189 189 189 189 189 189 189",
+    "qwen3-1.7b-0.86": "29 61 93 93 125 157 189 221 221 253 253 253 253 253 253 253 253 253 253 253",
+    "qwen3-1.7b-0.88": "45 77 125 157 157 189 221 253 253 317 317 317 317 317 317 317 317 317 317 317",
+    "qwen3-1.7b-0.90": "45 93 157 189 221 253 317 317 381 381 381 381 381 381 381 381 381 381 381 381",
+    "qwen3-1.7b-0.92": "61 125 189 221 253 317 381 381 445 509 509 509 509 509 509 509 509 509 509 509",
+    "qwen3-1.7b-0.94": "77 157 221 317 381 445 509 509 637 765 765 765 765 765 765 765 765 765 765 765",
+    "qwen3-4b-0.75": "29 29 29 29 45 61 77 93 125 125 125 125 157 157 157 157 157 157 189 189",
+    "qwen3-4b-0.80": "29 29 45 61 77 93 125 157 157 157 189 221 221 221 221 221 221 221 221 221",
+    "qwen3-4b-0.86": "29 45 61 77 93 125 157 221 253 253 317 317 317 317 381 381 381 381 509 509",
+    "qwen3-4b-0.88": "29 61 93 125 157 189 253 317 381 445 445 509 509 509 637 637 637 637 637 637",
+    "qwen3-4b-0.90": "45 77 125 157 189 253 317 445 637 765 765 765 765 765 765 893 893 893 893 893",
+    "qwen3-4b-0.92": "45 93 157 189 253 381 445 765 893 1021 1021 1149 1149 1149 1149 1149 1149 1149 1149 1149",
+    "qwen3-8b-0.75": "29 29 29 45 45 77 77 77 93 93 93 93 125 125 125 125 125 125 157 157",
+    "qwen3-8b-0.80": "29 29 45 61 77 93 125 125 157 157 189 189 189 221 221 221 221 253 253 253",
+    "qwen3-8b-0.86": "29 45 61 77 125 157 189 253 253 253 253 317 317 317 317 317 317 385 445 445",
+    "qwen3-8b-0.87": "29 61 77 93 157 189 221 317 317 317 317 381 381 381 381 381 445 445 509 509",
+    "qwen3-8b-0.92": "45 93 125 189 253 445 509 637 765 765 765 893 893 893 893 893 1021 1021 1021 1021",
+    "qwen3-14b-0.86": "29 45 77 125 253 381 381 381 381 381 381 381 381 381 381 509 637 637 893 893",
+}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How many pages a query may read (the budget), by the number of tokens cached, its own included.
+
+    bins[i] is the budget, reserved pages included, while length // bin_tokens == i; the last value holds beyond. With
+    `share` set, the budget is that fraction of the row's own pages instead. Never under `min_pages`, never over the
+    pages there are.
+    """
+    bins: tuple
+    bin_tokens: int
+    page_size: int = 16
+    min_pages: int = 0
+    share: float | None = None
+
+    @classmethod
+    def fraction(cls, share, max_context=32768, n_bins=20, page_size=16, min_pages=32):
+        """A fixed fraction of the cached pages, in (0, 1]; 1 is dense. Bins (for the controller) are of equal width."""
+        if not 0 < share <= 1:
+            raise ValueError(f"--budget {share}: give a fraction of the cached pages in (0, 1]; 1 is dense")
+        width = -(-max_context // n_bins)
+        ends = [-(-width * (i + 1) // page_size) for i in range(n_bins)]  # pages at each bin's upper edge
+        return cls(tuple(max(_ceil(share * p), min_pages) for p in ends), width, page_size, min_pages, share)
+
+    @classmethod
+    def published(cls, name, page_size=16):
+        """A table published with the paper, e.g. "qwen3-4b-0.86", plus its three reserved pages."""
+        if name not in PUBLISHED:
+            raise ValueError(f"--schedule {name}: no such file or published schedule; published are {', '.join(PUBLISHED)}")
+        return cls(tuple(_ceil((int(p) + 3) * 16 / page_size) for p in PUBLISHED[name].split()), 2000, page_size)
+
+    @classmethod
+    def load(cls, name_or_file, page_size=16):
+        """A published name, or a JSON file written by `save`."""
+        path = Path(name_or_file)
+        if not path.is_file():
+            return cls.published(str(name_or_file), page_size)
+        try:
+            fields = json.loads(path.read_text())
+            schedule = cls(tuple(int(p) for p in fields.pop("bins")), **fields)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"--schedule {path}: not a schedule file ({type(error).__name__}: {error})") from None
+        if schedule.page_size != page_size:
+            raise ValueError(f"--schedule {path}: made for page size {schedule.page_size}, but --page-size is {page_size}")
+        if not schedule.bins or min(schedule.bins) < 1 or schedule.bin_tokens < 1:
+            raise ValueError(f"--schedule {path}: needs at least one bin of one page or more, and bin_tokens >= 1")
+        return schedule
+
+    def save(self, path):
+        Path(path).write_text(json.dumps(self.__dict__ | {"bins": list(self.bins)}) + "\n")
+
+    def pages(self, length):
+        """Budget in pages of a query with `length` cached tokens (itself included). int -> int; tensor -> int32 tensor."""
+        if isinstance(length, int):
+            return int(self.pages(torch.tensor(length)))
+        have = (length + self.page_size - 1) // self.page_size
+        if self.share is not None:
+            want = (have.double() * self.share - 1e-9).ceil()
+        else:
+            want = torch.tensor(self.bins, device=length.device)[(length // self.bin_tokens).clamp(max=len(self.bins) - 1)]
+        return torch.minimum(want.clamp(min=self.min_pages), have).int()
+
+    @property
+    def dense(self):
+        """Does it read everything, whatever the length?"""
+        return self.share == 1
+
+
+def _ceil(x):
+    """Ceiling that forgives the last bit: 0.1 * 30 is 3.0000000000000004."""
+    return math.ceil(x - 1e-9)
+
+
+class Controller:
+    """Holds the tail of alpha above tau in every bin of cached tokens, by moving that bin's budget.
+
+    Per bin, u = log(budget in tokens). A token *exceeds* when alpha < tau; the tail (the `epsilon` quantile of alpha)
+    is above tau exactly when the rate of exceedance e is at most epsilon. After each step, from decayed sums:
+
+        e > epsilon:   u += eta * (e - epsilon)                          attack: fast, on any evidence
+        else:          u += max(eta * min(0, e + se - epsilon), -0.10)   release: slow, only when surely below
+
+    se is the standard error of e over sequences (tokens of one sequence err together), floored for small samples.
+    Old evidence fades when the budget it was gathered under moves. The budget applied is the running maximum over
+    bins: later positions never read less. A bin nobody reached holds its start or its neighbour's.
+
+    Without the two guards on release and the running maximum, this is adaptive conformal inference (Gibbs and Candes,
+    2021) with its bound: mean exceedance <= epsilon + (u_max + eta - u_1) / (eta * steps) for any sequence whatever.
+    The guards forfeit the proof; and no rule on alpha *proves* that RL is stable.
+    """
+    ETA, DECAY, FADE, MAX_RELEASE, MIN_SEQUENCES = 5.0, 0.8, 0.2, 0.10, 4
+
+    def __init__(self, schedule, tau=0.86, epsilon=0.05, min_pages=None):
+        self.start, self.schedule, self.tau, self.epsilon = schedule, schedule, tau, epsilon
+        size, n = schedule.page_size, len(schedule.bins)
+        ends = torch.arange(1, n + 1, dtype=torch.float64) * schedule.bin_tokens
+        self.high = ((ends / size).ceil() * size).log()                     # everything, at the bin's upper edge
+        self.low = torch.full_like(self.high, math.log(max(schedule.min_pages if min_pages is None else min_pages, 1) * size)).minimum(self.high)
+        start = torch.tensor(schedule.bins, dtype=torch.float64) * size
+        # A table given by hand may lie under the floor; the floor only stops the controller from going lower.
+        self.u = start.log().minimum(self.high)
+        self.low = self.low.minimum(self.u)
+        self.sums = torch.zeros(6, n, dtype=torch.float64)  # x, n, x^2, x*n, n^2 over sequences, and how many: S
+        self.reached = torch.zeros(n, dtype=torch.bool)
+        self.mean_length = self.mean_kl = None              # running means for the guards
+
+    def update(self, alpha, positions, mask, weight=None, response_length=None, kl=None):
+        """One step's measurements in, the next schedule out.
+
+        alpha: [N,T]; positions: [N,T] cached tokens when the token was generated; mask: [N,T] measured tokens; weight:
+        [N] how many samples a row stands for. response_length and kl (k3 of actor and policy), if given, are this
+        step's means for the guards. With a process group, sums are taken over ranks, so every rank gets one schedule.
+        """
+        new = self._count(alpha, positions, mask, weight)
+        if dist.is_available() and dist.is_initialized():
+            device = alpha.device  # NCCL reduces on the GPU only
+            new = new.to(device)
+            dist.all_reduce(new)
+            new = new.cpu()
+        self.sums = self.sums * self.DECAY + new
+        self.reached |= new[1] > 0
+        x, n, xx, xn, nn_, S = self.sums
+        e = x / n.clamp(min=1e-9)
+        spread = (xx - 2 * e * xn + e * e * nn_).clamp(min=0).sqrt() / n.clamp(min=1e-9)
+        floor = (self.epsilon * (1 - self.epsilon) / (20 * S.clamp(min=1e-9))).sqrt()
+        attack = self.ETA * (e - self.epsilon)
+        release = (self.ETA * (e + torch.maximum(spread, floor) - self.epsilon).clamp(max=0)).clamp(min=-self.MAX_RELEASE)
+        if not self._may_release(response_length, kl):
+            release = torch.zeros_like(release)
+        du = torch.where(e > self.epsilon, attack, release).masked_fill(S < self.MIN_SEQUENCES, 0)
+        u = (self.u + du).clamp(self.low, self.high)
+        self.sums *= (-(u - self.u).abs() / self.FADE).exp()
+        applied = u.cummax(0).values
+        self.u = torch.where(self.reached, torch.maximum(u, applied - math.log(2)), u)  # anti-windup
+        size = self.schedule.page_size
+        bins = tuple(_ceil(tokens / size) for tokens in applied.exp().tolist())
+        self.schedule = Schedule(bins, self.start.bin_tokens, size)
+        return self.schedule
+
+    def _count(self, alpha, positions, mask, weight):
+        """Sums over sequences of (x, n, x^2, x*n, n^2, 1) in each bin -> [6, bins] float64."""
+        (N, _), n_bins = alpha.shape, len(self.u)
+        mask = mask & ~alpha.isnan()
+        bin_of = (positions // self.start.bin_tokens).clamp(max=n_bins - 1).long()                      # [N,T]
+        per_row = torch.zeros(2, N, n_bins, dtype=torch.float64, device=alpha.device)
+        per_row[0].scatter_add_(1, bin_of, (mask & (alpha < self.tau)).double())
+        per_row[1].scatter_add_(1, bin_of, mask.double())
+        if weight is not None:
+            per_row *= weight.to(per_row)[:, None]
+        x, n = per_row.cpu()
+        return torch.stack([x, n, x * x, x * n, n * n, (n > 0).double()]).sum(1)
+
+    def _may_release(self, response_length, kl):
+        """The guards: no lowering while responses shrink or the actor drifts from the policy."""
+        ok = True
+        if response_length is not None:
+            ok &= self.mean_length is None or response_length >= 0.8 * self.mean_length
+            self.mean_length = _running(self.mean_length, response_length)
+        if kl is not None:
+            ok &= self.mean_kl is None or kl <= 1.25 * self.mean_kl
+            self.mean_kl = _running(self.mean_kl, kl)
+        return ok
+
+    def state_dict(self):
+        return {k: getattr(self, k) for k in ("u", "sums", "reached", "mean_length", "mean_kl")} | {
+            "schedule": self.schedule.__dict__}
+
+    def load_state_dict(self, state):
+        state = dict(state)
+        self.schedule = Schedule(**state.pop("schedule"))
+        for k, v in state.items():
+            setattr(self, k, v.clone() if torch.is_tensor(v) else v)
+
+
+def _running(mean, value, decay=0.8):
+    return value if mean is None else decay * mean + (1 - decay) * value
+
+
+# ---- actor: generate with a paged, sparse cache -----------------------------------------------------------------
+
+
+@dataclass
+class Rollout:
+    """One sample. logprobs are the actor's, at the sampling temperature; hidden the actor's last states, [ceil(T/every), d],
+    of response tokens 0, every, 2*every, ...: what `acceptance` needs."""
+    prompt_ids: list
+    ids: list              # the stop token, if one was sampled, included
+    logprobs: torch.Tensor  # [T] fp32, CPU
+    hidden: torch.Tensor | None
+    finish: str            # "stop" or "length"
+
+
+@dataclass(eq=False)
+class _Prompt:
+    """A prompt that is, or will be, prefilled once for its n samples."""
+    ids: list
+    waiting: int                                # samples not admitted yet
+    pages: list = field(default_factory=list)   # pool pages while held, the last one maybe partly filled
+    hidden: torch.Tensor | None = None          # [d] last state: the first response token is drawn from it
+
+
+@dataclass(eq=False)
+class _Sample:
+    """One of a prompt's samples, from queue to Rollout. `saved` holds its lane's tensors while it is preempted."""
+    prompt: _Prompt
+    slot: int                                   # place among the results
+    uniforms: torch.Tensor                      # [max_new_tokens] its own random numbers
+    pages: list = field(default_factory=list)
+    emitted: int = 0
+    born: int = 0
+    saved: dict | None = None
+
+    @property
+    def cached(self):  # the newest token's K and V are not in the cache yet
+        return len(self.prompt.ids) + self.emitted - 1
+
+
+def sample_tokens(logits, uniforms, temperature):
+    """Inverse-CDF sampling: (ids [B], their log-probs [B]). logits: [B,V] fp32; uniforms: [B] in [0, 1).
+
+    Temperature 0 is greedy, with log-probs of the untempered distribution.
+    """
+    logp = (logits / (temperature or 1.0)).log_softmax(-1)
+    if temperature == 0:
+        token = logits.argmax(-1)
+    else:
+        cdf = logp.exp().cumsum(-1)  # right: the first entry *above* u, so a token of probability 0 is never drawn
+        token = torch.searchsorted(cdf, uniforms[:, None] * cdf[:, -1:], right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
+    return token, logp.gather(-1, token[:, None])[:, 0]
+
+
+def sample_uniforms(seed, key, index, n):
+    """The random numbers of one sample, from (seed, problem, sample) alone: independent of batch, slot and ranks."""
+    words = [int(s) & (2**64 - 1) for s in (seed if isinstance(seed, (tuple, list)) else [seed])]
+    rng = np.random.Generator(np.random.Philox(np.random.SeedSequence([*words, int(key), int(index)])))
+    return torch.from_numpy(rng.random(n, dtype=np.float32))
+
+
+class Actor:
+    """Generates with its own inference copy of the weights (bf16 on a GPU, fp32 on a CPU) and a paged cache.
+
+    A *lane* is a row of the decode batch. Lanes 0..n-1 are live; a finished lane's place goes to the next sample in
+    the queue, or else to the last lane. Pages are taken as rows grow. When the pool runs dry, the youngest row is
+    preempted: its pages go back, and later it is recomputed by `sparse_attention` under the budgets it had, so its
+    distribution does not change. The host looks at the device once every `burst` tokens.
+    """
+    def __init__(self, model, rows=64, max_context=None, pool_pages=None, page_size=16, dense_layers=2, first=1, last=2,
+                 alpha_every=1, device=None):
+        c = model.config
+        self.device = torch.device(device or model.inv_freq.device)
+        self.rows, self.page_size, self.dense_layers, self.first, self.last = rows, page_size, dense_layers, first, last
+        self.alpha_every, self.max_context = alpha_every, min(max_context or c.max_context, c.max_context)
+        self.burst = 8 if self.device.type == "cuda" else 1
+        with torch.device(self.device):
+            self.model = Model(c, tokenizer=model.tokenizer).requires_grad_(False)
+        self.model.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        for name, p in self.model.named_parameters():
+            if p.ndim > 1:  # matrices; the norms are small and stay fp32
+                p.data = p.data.to(self.model.dtype)
+        self.load(model)
+        self.row_pages = -(-self.max_context // page_size)
+        self._make_pool(pool_pages)
+
+    def _make_pool(self, pool_pages):
+        """K, V and landmark pools, one tensor per layer (one for all would outgrow 32-bit offsets early)."""
+        c = self.model.config
+        page = 2 * c.num_key_value_heads * self.page_size * c.head_dim * c.num_hidden_layers * self.model.dtype.itemsize
+        wanted = self.rows * (self.row_pages + 1)
+        if pool_pages is None:
+            pool_pages = wanted
+            if self.device.type == "cuda":  # leave room for the policy's activations
+                pool_pages = min(wanted, int(0.5 * torch.cuda.mem_get_info(self.device)[0] / page))
+        self.pool_pages, self.pool_bytes = pool_pages, page * (pool_pages + 1)
+        def pool(*shape):  # page 0 is scratch, in nobody's table
+            return [torch.zeros(pool_pages + 1, c.num_key_value_heads, *shape, c.head_dim, dtype=self.model.dtype,
+                                device=self.device) for _ in range(c.num_hidden_layers)]
+        self.k, self.v, self.landmarks = pool(self.page_size), pool(self.page_size), pool()
+        self.free, self.refs = list(range(pool_pages, 0, -1)), np.zeros(pool_pages + 1, dtype=np.int64)
+
+    @torch.no_grad()
+    def load(self, model, lora=None):
+        """Take over a policy's weights, in place. lora: {parameter name: (A [r,in], B [out,r])}, merged as W + B A in
+        fp32 from the policy's pristine W, rounded once: nothing to unmerge, nothing drifts."""
+        own = dict(self.model.named_parameters())
+        theirs = dict(model.named_parameters())
+        if unknown := set(lora or ()) - set(own):
+            raise ValueError(f"lora names parameters the model does not have: {', '.join(sorted(unknown))}")
+        for name, p in own.items():
+            w = theirs[name].detach().to(p.device)
+            if lora and name in lora:
+                A, B = (x.detach().to(p.device).float() for x in lora[name])
+                w = w.float() + B @ A
+            p.copy_(w)
+
+    # -- the loop --
+
+    @torch.no_grad()
+    def generate(self, prompts, n=1, max_new_tokens=256, temperature=1.0, schedule=None, stop_ids=(), seed=0, keys=None,
+                 progress=False):
+        """n samples of each prompt (lists of ids) -> list of Rollout, prompt-major.
+
+        schedule: a Schedule, None for dense. seed: an int or a tuple of ints, e.g. (seed, step). keys: one integer a
+        prompt, its place in the step's global batch. Raises ValueError when a request can never fit.
+        """
+        self._check(prompts, n, max_new_tokens, temperature)
+        self.schedule = schedule or Schedule.fraction(1.0, self.max_context, page_size=self.page_size)
+        lengths = torch.arange(self.max_context + 1, device=self.device)
+        self.budget_of = self.schedule.pages(lengths)  # by cached length: the device looks its budgets up
+        self.temperature, self.max_new = temperature, max_new_tokens
+        self.stops = torch.tensor(list(stop_ids), dtype=torch.long, device=self.device)
+        self._make_lanes()
+        self.queue, self.live, self.results, self.born = deque(), [], [None] * (len(prompts) * n), 0
+        for i, ids in enumerate(prompts):
+            prompt = _Prompt(list(map(int, ids)), n)
+            self.queue.extend(_Sample(prompt, i * n + j, sample_uniforms(seed, keys[i] if keys else i, j, max_new_tokens))
+                              for j in range(n))
+        with tqdm(total=len(self.queue) * max_new_tokens, unit=" tokens", desc="rollout", disable=not progress,
+                  leave=False) as self.bar:
+            while self.queue or self.live:
+                self._harvest()
+                self._admit()
+                steps = min([self.burst, *(max_new_tokens - s.emitted for s in self.live)])
+                if self.live and steps:
+                    self._grow(steps)
+                    for _ in range(steps):
+                        self._decode(len(self.live))
+                    for s in self.live:
+                        s.emitted += steps
+                    self.bar.update(steps * len(self.live))
+        return self.results
+
+    def _check(self, prompts, n, max_new, temperature):
+        if n < 1 or max_new < 1 or temperature < 0:
+            raise ValueError(f"need n >= 1, max_new_tokens >= 1, temperature >= 0; got {n}, {max_new}, {temperature}")
+        for i, ids in enumerate(prompts):
+            if not len(ids):
+                raise ValueError(f"prompt {i} is empty")
+            if (total := len(ids) + max_new) > self.max_context:
+                raise ValueError(f"prompt {i} has {len(ids)} tokens; with --max-new-tokens {max_new} that is {total}, over "
+                                 f"the context of {self.max_context}")
+            need = -(-total // self.page_size) + 1  # one more: the prompt's last page is kept apart from the sample's copy
+            if need > self.pool_pages:
+                raise ValueError(f"prompt {i} may need {need} pages of {self.page_size} tokens, but the page pool holds "
+                                 f"{self.pool_pages}: raise --pool-pages or lower --max-new-tokens")
+
+    def _make_lanes(self):
+        """Device tensors, one row a lane; those in `own` belong to the sample and follow it through a preemption."""
+        R, M, d, every = self.rows, self.max_new, self.model.config.hidden_size, self.alpha_every
+        def zeros(*shape, dtype=torch.float32):
+            return torch.zeros(*shape, dtype=dtype, device=self.device)
+        self.own = dict(token=zeros(R, dtype=torch.long), emitted=zeros(R, dtype=torch.long), uniforms=zeros(R, M),
+                        lengths=zeros(R, dtype=torch.int32), stop_at=zeros(R, dtype=torch.long),
+                        ids=zeros(R, M, dtype=torch.long), logprobs=zeros(R, M),
+                        # one entry more than kept: the states between go there
+                        hidden=zeros(R, -(-M // every) + 1 if every else 1, d, dtype=self.model.dtype))
+        self.table = zeros(R, self.row_pages, dtype=torch.int32)
+        self.host_table, self.changed = torch.zeros(R, self.row_pages, dtype=torch.int32), set()
+
+    def _emit(self, lanes, hidden):
+        """Draw the next token of `lanes` ([B] indices) from their last states [B,d] and write it down."""
+        o, at = self.own, self.own["emitted"][lanes]
+        token, logp = sample_tokens(self.model.logits(hidden), o["uniforms"][lanes, at], self.temperature)
+        o["token"][lanes], o["ids"][lanes, at], o["logprobs"][lanes, at] = token, token, logp
+        if self.alpha_every:
+            place = torch.where(at % self.alpha_every == 0, at // self.alpha_every, o["hidden"].shape[1] - 1)
+            o["hidden"][lanes, place] = hidden
+        first_stop = torch.isin(token, self.stops) & (o["stop_at"][lanes] < 0)
+        o["stop_at"][lanes] = torch.where(first_stop, at, o["stop_at"][lanes])
+        o["emitted"][lanes] = at + 1
+
+    def _decode(self, n):
+        """One token for lanes 0..n-1."""
+        lanes = torch.arange(n, device=self.device)
+        before = self.own["lengths"][:n]
+        after = before + 1
+        width = max(-(-(s.cached + self.burst) // self.page_size) for s in self.live)
+        table, budgets = self.table[:n, :width], self.budget_of[after.long()]
+
+        def attend(layer, q, k, v):
+            q, k, v = (x[:, :, 0] for x in (q, k, v))                                     # [B,H or G,D]
+            kp, vp, marks = self.k[layer], self.v[layer], self.landmarks[layer]
+            append_kv(k, v, kp, vp, marks, table, before)
+            chosen = (None, None)
+            if layer >= self.dense_layers and not self.schedule.dense:
+                chosen = select_pages(q, marks, table, after, budgets, self.page_size, self.first, self.last)
+            return paged_attention(q, kp, vp, table, after, *chosen)[:, :, None]
+
+        hidden = self.model.hidden_states(self.own["token"][:n, None], attend, before[:, None])[:, 0]
+        self.own["lengths"][:n] = after
+        self._emit(lanes, hidden)
+
+    def _prefill(self, ids, pages, prompt_length):
+        """Cache a sequence in one pass, its first prompt_length tokens dense, the rest under the schedule -> last state [d]."""
+        T, index = len(ids), torch.tensor(pages, device=self.device)
+        budgets = self.budget_of[1:T + 1].clone()
+        budgets[:prompt_length] = DENSE
+        inner = dense_attend
+        if T > prompt_length and not self.schedule.dense:
+            inner = sparse_attend(budgets, self.dense_layers, self.page_size, self.first, self.last)
+
+        def attend(layer, q, k, v):
+            fill_kv(k[0], v[0], self.k[layer], self.v[layer], self.landmarks[layer], index)
+            return inner(layer, q, k, v)
+
+        return self.model.hidden_states(torch.tensor([ids], device=self.device), attend)[0, -1]
+
+    # -- pages and lanes, on the host --
+
+    def _take(self, count):
+        pages = [self.free.pop() for _ in range(count)]
+        self.refs[pages] += 1
+        return pages
+
+    def _release(self, pages):
+        for page in pages:
+            self.refs[page] -= 1
+            if self.refs[page] == 0:
+                self.free.append(page)
+
+    def _reclaim(self):
+        """Let go of prompts held for samples still to come; they will be prefilled again. -> was anything freed?"""
+        before = len(self.free)
+        for s in self.queue:
+            self._release(s.prompt.pages)
+            s.prompt.pages = []
+        return len(self.free) > before
+
+    def _admit(self):
+        """Fill free lanes from the queue while the pool has room for the newcomers and a page of growth for everyone."""
+        fresh, copies = [], []
+        while self.queue and len(self.live) < self.rows:
+            s = self.queue[0]
+            prompt, full = s.prompt, len(s.prompt.ids) // self.page_size
+            if s.saved:  # preempted before: all its pages anew
+                need = -(-s.cached // self.page_size)
+            else:        # the prompt, once; then a page of its own for the prompt's unfilled end and what follows
+                need = 1 + (0 if prompt.pages else -(-len(prompt.ids) // self.page_size))
+            if len(self.free) < need + (len(self.live) + 1 if self.live else 0):
+                if not self.live and self._reclaim():
+                    continue
+                break
+            self.queue.popleft()
+            if s.saved:
+                s.pages = self._take(need)
+                ids = prompt.ids + s.saved["ids"][:s.emitted - 1].tolist()
+                self._prefill(ids, s.pages, len(prompt.ids))
+            else:
+                if not prompt.pages:
+                    prompt.pages = self._take(need - 1)
+                    prompt.hidden = self._prefill(prompt.ids, prompt.pages, len(prompt.ids))
+                self.refs[prompt.pages[:full]] += 1
+                s.pages = prompt.pages[:full] + self._take(1)
+                if full < len(prompt.pages):
+                    copies.append((prompt.pages[full], s.pages[full]))
+                prompt.waiting -= 1
+                fresh.append((len(self.live), s))
+            self._seat(s)
+        self._copy_pages(copies)
+        for _, s in fresh:
+            if not s.prompt.waiting:
+                self._release(s.prompt.pages)
+                s.prompt.pages = []
+        if fresh:
+            lanes = torch.tensor([lane for lane, _ in fresh], device=self.device)
+            self._emit(lanes, torch.stack([s.prompt.hidden for _, s in fresh]))
+            for _, s in fresh:
+                s.emitted = 1
+            self.bar.update(len(fresh))
+
+    def _copy_pages(self, copies):
+        if copies:
+            source, target = torch.tensor(copies, device=self.device).T
+            for pool in (*self.k, *self.v, *self.landmarks):
+                pool[target] = pool[source]
+
+    def _seat(self, s):
+        """Give a sample the next lane, with its saved tensors or fresh ones."""
+        lane, s.born, self.born = len(self.live), self.born, self.born + 1
+        self.live.append(s)
+        self.changed.add(s)
+        if s.saved:
+            for name, value in s.saved.items():
+                self.own[name][lane] = value
+            s.saved = None
+        else:
+            self.own["emitted"][lane], self.own["stop_at"][lane] = 0, -1
+            self.own["lengths"][lane] = len(s.prompt.ids)
+            self.own["uniforms"][lane] = s.uniforms.to(self.device)
+
+    def _unseat(self, lane):
+        """Free a lane: its pages go back, and the last lane moves into its place."""
+        self._release(self.live[lane].pages)
+        self.live[lane].pages = []
+        last = self.live.pop()
+        if lane < len(self.live):
+            self.live[lane] = last
+            self.changed.add(last)
+            for tensor in self.own.values():
+                tensor[lane] = tensor[len(self.live)]
+
+    def _grow(self, steps):
+        """Pages for `steps` more tokens in every lane; when the pool is dry, prompts on hold go first, then young rows."""
+        for s in sorted(self.live, key=lambda s: s.born):
+            while not s.saved and len(s.pages) * self.page_size < s.cached + steps:
+                if self.free or self._reclaim():
+                    s.pages += self._take(1)
+                    self.changed.add(s)
+                else:
+                    self._preempt(max(self.live, key=lambda s: s.born))
+        if self.changed:
+            for lane, s in enumerate(self.live):
+                if s in self.changed:
+                    self.host_table[lane, :len(s.pages)] = torch.tensor(s.pages, dtype=torch.int32)
+            self.table.copy_(self.host_table)
+            self.changed.clear()
+
+    def _preempt(self, s):
+        lane = self.live.index(s)
+        s.saved = {name: tensor[lane].clone() for name, tensor in self.own.items()}
+        self._unseat(lane)
+        self.queue.appendleft(s)
+
+    def _harvest(self):
+        """Turn finished lanes into Rollouts."""
+        stops = self.own["stop_at"][:len(self.live)].tolist()
+        for lane in reversed(range(len(self.live))):
+            s, stop = self.live[lane], stops[lane]
+            if stop < 0 and s.emitted < self.max_new:
+                continue
+            T = stop + 1 if stop >= 0 else s.emitted
+            hidden = self.own["hidden"][lane, :-(-T // self.alpha_every)].clone() if self.alpha_every else None
+            self.results[s.slot] = Rollout(s.prompt.ids, self.own["ids"][lane, :T].tolist(),
+                                           self.own["logprobs"][lane, :T].cpu().clone(), hidden,
+                                           "stop" if stop >= 0 else "length")
+            self.bar.total -= self.max_new - s.emitted
+            self._unseat(lane)

@@ -1,0 +1,216 @@
+"""Paged KV attention, dense and block-sparse: the chapter about tensors.
+
+A row (one sequence being generated) keeps its keys and values in *pages* of S tokens. Pages live in one pool per
+layer; a row's page table says which pool page holds its tokens 0..S-1, S..2S-1, and so on. Beside every page we keep
+one vector per KV head, its *landmark*: the mean of the keys written to it so far (after RoPE).
+
+Reading the whole cache for every new token is what makes long generation slow. Sparrow (arXiv 2606.08446) reads only
+the pages whose landmark agrees best with the query, chosen anew for each token, layer and KV head:
+
+    append_kv         write one token's K and V, refresh its page's landmark
+    select_pages      score every page by  sum over the group's queries of  q . landmark,  keep the best K
+    paged_attention   softmax attention over the selected pages only (or over all of them: the dense baseline)
+
+Three pages are always kept: the first (the attention sink) and the last two (the recent past). How many pages a row
+may keep, its *budget*, is a number per row and per token: `sparrow.Schedule` decides it.
+
+    sparse_attention  the same thing *teacher-forced*: all T tokens of a sequence at once, each with its own budget,
+                      differentiable. What decoding gave token by token, this gives in one pass; so it can score a
+                      rollout, train the sparse actor, and refill the cache of a row that was pushed out of memory.
+
+Each operation has a PyTorch reference, `*_ref`, written to be read. The unsuffixed name is what the rest of the
+project calls; it asserts shapes and types first, then picks the implementation for the device.
+
+Shape legend: B rows, T tokens, H query heads, G KV heads, R = H/G query heads per KV head, D head dim, N pages in the
+pool, P pages of a row (the page table's width), S page size, K selected pages.
+
+    python sparse_attn.py        checks the references against each other and against dense attention
+"""
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+DENSE = 2**30  # a budget that covers every page: such a position attends densely
+
+
+# ---- the cache: one token, or a whole prompt --------------------------------------------------------------------
+
+def append_kv_ref(k, v, k_pages, v_pages, landmarks, page_table, lengths):
+    S = k_pages.shape[2]
+    rows = torch.arange(k.shape[0], device=k.device)
+    page = page_table[rows, lengths.long() // S].long()  # [B] the pool page that holds token `lengths[b]`
+    slot = lengths.long() % S                            # [B] its place in that page
+    k_pages[page, :, slot] = k.to(k_pages.dtype)         # [B,G,D]
+    v_pages[page, :, slot] = v.to(v_pages.dtype)
+    # The page may hold stale keys of an earlier owner behind `slot`: average what this row has written, no more.
+    written = torch.arange(S, device=k.device) <= slot[:, None]                          # [B,S]
+    keys = k_pages[page].float().masked_fill(~written[:, None, :, None], 0)              # [B,G,S,D]
+    landmarks[page] = (keys.sum(2) / (slot + 1)[:, None, None]).to(landmarks.dtype)
+
+
+def fill_kv(k, v, k_pages, v_pages, landmarks, pages):
+    """Write a whole sequence into empty pages: the bulk form of `append_kv`, for prompts and recomputed rows.
+
+    k, v: [G,T,D]; pages: [ceil(T/S)] the pool pages to fill, in order. Landmarks as `append_kv` would leave them.
+    """
+    (G, T, D), S, P = k.shape, k_pages.shape[2], len(pages)
+    assert P == -(-T // S), f"{T} tokens fill {-(-T // S)} pages of {S}, got {P}"
+    for x, pool in ((k, k_pages), (v, v_pages)):
+        x = F.pad(x, (0, 0, 0, P * S - T)).view(G, P, S, D)
+        pool[pages] = x.transpose(0, 1).to(pool.dtype)                                   # [P,G,S,D]
+    landmarks[pages] = _page_means(k.to(k_pages.dtype), S).transpose(0, 1).to(landmarks.dtype)
+
+
+def _page_means(k, S):
+    """Mean key of every page of a sequence: [..., T, D] -> [..., ceil(T/S), D], fp32; the last page may be short."""
+    T = k.shape[-2]
+    k = F.pad(k.float(), (0, 0, 0, -T % S)).unflatten(-2, (-1, S))                       # [...,P,S,D]
+    count = (T - torch.arange(k.shape[-3], device=k.device) * S).clamp(max=S)            # [P] tokens in each page
+    return k.sum(-2) / count[:, None]
+
+
+# ---- selection --------------------------------------------------------------------------------------------------
+
+def _choose(scores, lengths, budgets, page_size, first, last):
+    """The rule of selection, shared by decoding and teacher forcing.
+
+    scores: [..., P], lengths and budgets: broadcastable to [...]. Returns (order [..., P], counts [...]): the first
+    counts entries of `order` are the pages kept.
+    """
+    page = torch.arange(scores.shape[-1], device=scores.device)
+    n_pages = (lengths + page_size - 1) // page_size
+    counts = torch.minimum(budgets.clamp(min=first + last), n_pages)
+    reserved = (page < first) | (page >= n_pages[..., None] - last)
+    scores = scores.masked_fill(reserved, float("inf"))
+    scores = scores.masked_fill(page >= n_pages[..., None], float("-inf"))
+    # A stable sort breaks ties toward the lower page, so that every implementation picks the same pages.
+    return scores.sort(dim=-1, descending=True, stable=True).indices, counts
+
+
+def select_pages_ref(q, landmarks, page_table, lengths, budgets, page_size=16, first=1, last=2):
+    (B, H, D), G = q.shape, landmarks.shape[1]
+    # The sum over a group's R queries of q . landmark is one dot product with the summed query.
+    q = q.view(B, G, H // G, D).float().sum(2)                                           # [B,G,D]
+    scores = torch.einsum("bgd,bpgd->bgp", q, landmarks[page_table.long()].float())      # [B,G,P]
+    order, counts = _choose(scores, lengths[:, None], budgets[:, None], page_size, first, last)
+    K = int(counts.max())  # the widest row; a narrower one ignores what stands behind its count
+    return order[..., :K].int(), counts[:, 0].int()
+
+
+# ---- decode: one query token per row ----------------------------------------------------------------------------
+
+def paged_attention_ref(q, k_pages, v_pages, page_table, lengths, pages=None, counts=None):
+    (B, H, D), (N, G, S, _) = q.shape, k_pages.shape
+    if pages is None:  # dense: every page of the row, in order
+        counts = (lengths + S - 1) // S
+        pages = torch.arange(int(counts.max()), device=q.device, dtype=torch.int32).expand(B, G, -1)
+    K = pages.shape[-1]
+    pool = page_table.long()[:, None].expand(-1, G, -1).gather(2, pages.long())          # [B,G,K] pool pages
+    head = torch.arange(G, device=q.device)[:, None]
+    k = k_pages[pool, head].view(B, G, K * S, D).float()
+    v = v_pages[pool, head].view(B, G, K * S, D).float()
+    token = pages[..., None] * S + torch.arange(S, device=q.device)                      # [B,G,K,S] positions
+    kept = torch.arange(K, device=q.device) < counts[:, None]                            # [B,K]
+    valid = (token < lengths[:, None, None, None]) & kept[:, None, :, None]
+    att = q.view(B, G, H // G, D).float() @ k.transpose(-1, -2) * D**-0.5                # [B,G,R,K*S]
+    att = att.masked_fill(~valid.view(B, G, 1, K * S), float("-inf")).softmax(-1)
+    return (att @ v).view(B, H, D).to(q.dtype)
+
+
+# ---- teacher-forced: all query tokens of a sequence at once -----------------------------------------------------
+
+def sparse_attention_ref(q, k, v, budgets, page_size=16, first=1, last=2, chunk=256):
+    budgets = budgets.expand(q.shape[0], q.shape[2])
+    means = _page_means(k.detach(), page_size).to(k.dtype)                               # [B,G,P,D]
+    running = _running_page_mean(k.detach(), page_size).to(k.dtype)                      # [B,G,T,D]
+    out = []
+    for t0 in range(0, q.shape[2], chunk):
+        # A chunk sees the keys up to its own last token. Recomputed in the backward pass: memory is chunk x T, not T x T.
+        t1 = min(t0 + chunk, q.shape[2])
+        args = (q[:, :, t0:t1], k[:, :, :t1], v[:, :, :t1], means, running[:, :, t0:t1], budgets[:, t0:t1], t0,
+                page_size, first, last)
+        recompute = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        out.append(checkpoint(_sparse_chunk, *args, use_reentrant=False) if recompute else _sparse_chunk(*args))
+    return torch.cat(out, dim=2)
+
+
+def _running_page_mean(k, S):
+    """Landmark of token t's own page as token t saw it: the mean of that page's keys up to and with t. [..., T, D]"""
+    T = k.shape[-2]
+    k = F.pad(k.float(), (0, 0, 0, -T % S)).unflatten(-2, (-1, S)).cumsum(-2)
+    return (k / torch.arange(1, S + 1, device=k.device)[:, None]).flatten(-3, -2)[..., :T, :]
+
+
+def _sparse_chunk(q, k, v, means, running, budgets, t0, S, first, last):
+    """Queries t0..t0+C-1 over keys 0..t0+C-1. q: [B,H,C,D]; k, v: [B,G,t1,D]; running: [B,G,C,D]; budgets: [B,C]"""
+    (B, H, C, D), (_, G, t1, _) = q.shape, k.shape
+    query = torch.arange(t0, t0 + C, device=q.device)
+    P = -(-t1 // S)
+    with torch.no_grad():  # which pages to read is a choice, not a function to differentiate
+        q_sum = q.view(B, G, H // G, C, D).float().sum(2)                                # [B,G,C,D]
+        scores = q_sum @ means[:, :, :P].float().transpose(-1, -2)                       # [B,G,C,P]
+        own = (q_sum * running.float()).sum(-1, keepdim=True)                            # [B,G,C,1]
+        scores = scores.scatter(-1, (query // S).view(1, 1, C, 1).expand(B, G, C, 1), own)
+        order, counts = _choose(scores, query + 1, budgets[:, None], S, first, last)
+        rank = order.argsort(-1)                                                         # [B,G,C,P] page -> place
+        kept = (rank < counts[..., None]).repeat_interleave(S, dim=-1)[..., :t1]         # [B,G,C,t1]
+        kept &= torch.arange(t1, device=q.device) <= query[:, None]                      # causal
+    att = q.view(B, G, H // G, C, D).float() @ k.float().transpose(-1, -2)[:, :, None] * D**-0.5
+    att = att.masked_fill(~kept[:, :, None], float("-inf")).softmax(-1)                  # [B,G,R,C,t1]
+    return (att @ v.float()[:, :, None]).view(B, H, C, D).to(q.dtype)
+
+
+# ---- the names the project calls --------------------------------------------------------------------------------
+# On CUDA tensors these run the same references until a kernel stands beside each of them.
+
+def append_kv(k, v, k_pages, v_pages, landmarks, page_table, lengths):
+    """Write token `lengths[b]` of each row into its page and refresh that page's landmark, in place.
+
+    k, v: [B,G,D]; k_pages, v_pages: [N,G,S,D]; landmarks: [N,G,D], mean of the keys written so far in the page;
+    page_table: [B,P] int32, pool page of every page of a row; lengths: [B] int32, tokens cached *before* this one.
+    """
+    (B, G, D), (N, _, S, _) = k.shape, k_pages.shape
+    assert v.shape == k.shape and k_pages.shape == v_pages.shape == (N, G, S, D) and landmarks.shape == (N, G, D)
+    assert page_table.dtype == lengths.dtype == torch.int32 and len(page_table) == len(lengths) == B
+    append_kv_ref(k, v, k_pages, v_pages, landmarks, page_table, lengths)
+
+
+def select_pages(q, landmarks, page_table, lengths, budgets, page_size=16, first=1, last=2):
+    """The pages each row and KV head should read: (pages [B,G,K] int32, counts [B] int32).
+
+    q: [B,H,D]; landmarks: [N,G,D]; page_table: [B,P] int32; lengths: [B] int32, counting the new token; budgets: [B]
+    int32 in pages, reserved ones included. A row keeps min(max(budget, first + last), ceil(length / S)) pages: its
+    first `first` and last `last` always, the rest by highest score, ties to the lower page. `pages` are logical
+    (indices into the row's page table), in no promised order; entries at and past counts[b] mean nothing. Paper, 3.1.
+    """
+    (B, H, D), (_, G, _) = q.shape, landmarks.shape
+    assert H % G == 0, f"{H} query heads do not divide into {G} KV heads"
+    assert page_table.dtype == lengths.dtype == budgets.dtype == torch.int32
+    assert len(page_table) == len(lengths) == len(budgets) == B
+    return select_pages_ref(q, landmarks, page_table, lengths, budgets, page_size, first, last)
+
+
+def paged_attention(q, k_pages, v_pages, page_table, lengths, pages=None, counts=None):
+    """Softmax attention of one query token per row over the selected pages, or over all when `pages` is None.
+
+    q: [B,H,D]; k_pages, v_pages: [N,G,S,D]; page_table: [B,P] int32; lengths: [B] int32, counting the new token;
+    pages: [B,G,K] int32 and counts: [B] int32 from `select_pages`. Query head h reads KV head h // R. -> [B,H,D]
+    """
+    (B, H, D), (N, G, S, _) = q.shape, k_pages.shape
+    assert H % G == 0 and k_pages.shape == v_pages.shape == (N, G, S, D)
+    assert page_table.dtype == lengths.dtype == torch.int32 and len(page_table) == len(lengths) == B
+    assert (pages is None) == (counts is None), "pages and counts come together, from select_pages"
+    return paged_attention_ref(q, k_pages, v_pages, page_table, lengths, pages, counts)
+
+
+def sparse_attention(q, k, v, budgets, page_size=16, first=1, last=2):
+    """What decoding computes, for all T tokens of a sequence at once (teacher-forced); differentiable in q, k, v.
+
+    q: [B,H,T,D]; k, v: [B,G,T,D]; budgets: [B,T] or [T] int32, in pages, reserved ones included: token t selects with
+    budgets[t] exactly as `select_pages` would. A budget that covers all pages (`DENSE`) makes that position dense,
+    which is how a prompt is expressed. -> [B,H,T,D]. Memory is linear in T.
+    """
+    (B, H, T, D), G = q.shape, k.shape[1]
+    assert H % G == 0 and k.shape == v.shape == (B, G, T, D)
+    assert budgets.dtype == torch.int32 and budgets.shape[-1] == T
+    return sparse_attention_ref(q, k, v, budgets, page_size, first, last)

@@ -1,0 +1,789 @@
+"""Sparrow: GRPO with a sparse actor and a dense policy, and a controller that keeps the two close. Read top to bottom.
+
+One step, one direction:
+
+    problems -> prompt ids -> actor.generate (sparse, under the schedule) -> rollouts -> rewards -> group advantages
+      -> log-probs of the dense policy; alpha comes free here -> loss (Eq. 1) -> step theta
+      -> controller.update(alpha) -> the next schedule -> actor.load(policy)
+
+The loss is Eq. 1 of arXiv 2606.08446, per token, averaged over all response tokens of the step:
+
+    w * min(r * A, clip(r, 1 - 0.2, 1 + 0.28) * A)     r = pi / pi_old,   w = min(pi_old / pi_actor, 2), no gradient
+
+w is truncated importance sampling (TIS): it corrects the small mismatch that remains. It does not rescue a large one;
+that is the controller's work, which moves the budget of each bin of cached tokens so that the `--tail` quantile of
+alpha = sum_v min(p(v), q(v)) stays above `--tau` (see sparrow.Controller).
+
+    python train.py                                            a tiny model, made and trained here, on a laptop CPU
+    python train.py --model Qwen2.5-1.5B --budget 0.1          a real one
+
+Deviations from the paper:
+ 1. The schedule is found while training, by a controller; theirs comes from an offline sweep (`--schedule` takes it).
+ 2. alpha is exact, over the whole vocabulary; their engine sees the top 20 of each side.
+ 3. One advantage estimator more: `--adv none` (Dr. GRPO). Groups without spread are dropped, but still measured.
+ 4. The built-in model reads its tail at 1%, not 5%: its traces are near-deterministic, and fewer than 5% of the tokens
+    decide anything.
+"""
+import argparse
+import json
+import math
+import os
+import random
+import shutil
+import string
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparrow import (Actor, Config, Controller, Model, Rollout, Schedule, chunked_acceptance, gather_logprobs, tail,
+                     token_logprobs)
+from verify import grade, load_problems, parse_task
+
+import torch
+from tqdm import tqdm
+
+# ---- flags ------------------------------------------------------------------------------------------------------
+
+
+def parse_args(argv=None):
+    """Every flag of the project's main job. Values not given come from the run being resumed, or are the defaults;
+    the built-in model has its own where `builtin` says so."""
+    p = argparse.ArgumentParser(prog="train.py", allow_abbrev=False, description=__doc__.split("\n")[0])
+    defaults, builtins = {}, {}
+
+    def flag(name, default, help, builtin=None, choices=None):
+        key, kind = name[2:].replace("-", "_"), type(default) if default is not None else str
+        defaults[key], builtins[key] = default, default if builtin is None else builtin
+        note = f" (default {default}" + (f"; {builtin} for the built-in model)" if builtin is not None else ")")
+        p.add_argument(name, type=kind, choices=choices, metavar=kind.__name__.upper(), help=help + note)
+
+    flag("--model", None, "checkpoint folder or Hub name; without it, the built-in model")
+    flag("--task", "countdown", "problems made up as needed: chain or countdown, with sizes as in chain:20,24,4", "chain")
+    flag("--data", None, "problems from a JSONL file instead (prompt, answer)")
+    flag("--chat", "auto", "wrap prompts in the tokenizer's chat template; auto: if it has one", choices=["auto", "on", "off"])
+    flag("--out", "out", "folder for metrics, plot and checkpoints")
+    flag("--steps", 200, "GRPO steps", 20)
+    flag("--seed", 0, "seeds problems, samples and weights")
+    flag("--device", "auto", "auto, cpu or cuda")
+    # rollouts
+    flag("--prompts", 32, "prompts a step", 8)
+    flag("--samples", 8, "samples a prompt: the group that rewards are compared within")
+    flag("--max-new-tokens", 1024, "longest response", 240)
+    flag("--temperature", 1.0, "of sampling, and of every distribution compared")
+    flag("--rows", 256, "sequences decoded at once", 64)
+    flag("--pool-pages", 0, "pages in the KV pool; 0: enough for all rows, or half of the free GPU memory")
+    # sparsity
+    flag("--budget", 0.1, "share of a row's cached pages that one query reads, in (0, 1]; where the controller starts")
+    flag("--schedule", None, "start from a published table (qwen3-4b-0.86, ...) or a schedule file, not from --budget")
+    flag("--tau", 0.86, "the controller keeps the tail of alpha above this; 0: the budget stays as it is")
+    flag("--tail", 0.05, "the fraction of tokens that may lie below tau. Near-deterministic traces need less: in the "
+         "built-in task fewer than 5%% of the tokens decide anything", 0.01)
+    flag("--page-size", 16, "tokens in a KV page")
+    flag("--min-pages", 32, "floor of --budget and of the controller", 4)
+    flag("--dense-layers", 2, "first layers that stay dense", 1)
+    flag("--alpha-every", 4, "measure alpha at every n-th response token", 1)
+    # policy update
+    flag("--lr", 1e-6, "learning rate of AdamW", 3e-4)
+    flag("--warmup", 5, "steps of linear learning-rate warm-up", 0)
+    flag("--minibatches", 1, "optimizer steps a rollout is split into", 2)
+    flag("--clip-low", 0.2, "lower clip of the ratio")
+    flag("--clip-high", 0.28, "upper clip of the ratio")
+    flag("--correction", "tis", "of actor-policy mismatch: none, tis (truncate at --cap), mask (drop outside 1/cap..cap)",
+         choices=["none", "tis", "mask"])
+    flag("--cap", 2.0, "largest importance weight")
+    flag("--adv", "std", "divide advantages by the group's standard deviation, or not", choices=["std", "none"])
+    flag("--truncated", "keep", "responses cut off at --max-new-tokens: keep in the loss, or mask", choices=["keep", "mask"])
+    flag("--grad-clip", 1.0, "largest gradient norm")
+    flag("--weight-decay", 0.0, "of AdamW")
+    flag("--micro-tokens", 16384, "tokens in one forward pass: memory only, the mathematics stays", 8192)
+    # supervised warm start on a procedural task's own traces
+    flag("--warm-start", 0, "supervised steps on the task's worked traces before GRPO", 540)
+    flag("--warm-dir", None, "where the warm-started model is kept and looked for (default OUT/warm)")
+    flag("--warm-lr", 1e-5, "AdamW learning rate of the warm start", 3e-3)
+    flag("--warm-muon", 0.0, "Muon learning rate for hidden matrices in the warm start; 0: AdamW for all", 0.02)
+    flag("--warm-tokens", 16384, "tokens in a warm-start step", 4000)
+    flag("--give-up", 0.0, "share of warm-start traces that stop working half-way and guess", 0.3)
+    # evaluation and saving
+    flag("--eval", 32, "held-out problems for evaluating the dense policy; 0: none", 64)
+    flag("--eval-samples", 1, "samples for each of them", 2)
+    flag("--eval-every", 20, "steps between evaluations (also before the first and after the last)", 10)
+    flag("--save-every", 50, "steps between checkpoints (also after the last)")
+    p.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out, with its flags")
+    args = p.parse_args(argv)
+    args.parser = p
+    saved = {}
+    if args.resume:
+        config = Path(args.out or defaults["out"]) / "config.json"
+        if not config.exists():
+            p.error(f"--resume: no run in '{config.parent}' (no config.json)")
+        saved = json.loads(config.read_text())
+        free = {"out", "steps", "eval_every", "save_every", "rows", "pool_pages", "micro_tokens", "device", "warm_dir"}
+        for key in saved.keys() - free:
+            if getattr(args, key) not in (None, saved[key]):
+                p.error(f"--resume: --{key.replace('_', '-')} is {saved[key]} in that run, given {getattr(args, key)}; "
+                        "leave it out, or start a new run with another --out")
+    for key, default in (defaults if args.model or saved.get("model") else builtins).items():
+        if getattr(args, key) is None:
+            setattr(args, key, saved.get(key, default))
+    _check_args(args, p)
+    return args
+
+
+def _check_args(a, p):
+    positive = "steps prompts samples max_new_tokens rows page_size temperature lr minibatches cap micro_tokens warm_tokens " \
+               "grad_clip eval_samples eval_every save_every warm_lr alpha_every"
+    for key in positive.split():
+        if not getattr(a, key) > 0:
+            p.error(f"--{key.replace('_', '-')} {getattr(a, key)}: must be above 0")
+    for key, low, high in (("budget", 0, 1), ("tail", 0, 0.5)):
+        if not low < getattr(a, key) <= high:
+            p.error(f"--{key} {getattr(a, key)}: must be in ({low}, {high}]")
+    if not 0 <= a.tau < 1:
+        p.error(f"--tau {a.tau}: must be in [0, 1); 0 holds the budget fixed")
+    for key in "pool_pages min_pages dense_layers warmup clip_low clip_high weight_decay warm_start warm_muon give_up eval".split():
+        if getattr(a, key) < 0:
+            p.error(f"--{key.replace('_', '-')} {getattr(a, key)}: must not be negative")
+    if a.device not in ("auto", "cpu", "cuda"):
+        p.error(f"--device {a.device}: give auto, cpu or cuda")
+    if a.device == "cuda" and not torch.cuda.is_available():
+        p.error("--device cuda: PyTorch sees no CUDA GPU here")
+    if a.warm_start and (a.data or not parse_task(a.task)):
+        p.error("--warm-start needs a procedural --task (chain or countdown): only those can write worked traces")
+    if a.samples == 1:
+        p.error("--samples 1: a group of one has no spread, so nothing could be learned; give 2 or more")
+
+
+# ---- GRPO -------------------------------------------------------------------------------------------------------
+
+
+def advantages(rewards, group_size, scale="std"):
+    """Rewards relative to their prompt's group. rewards: [N], groups of group_size in a row -> [N] fp32.
+
+    Mean removed; divided by the n-1 standard deviation (scale="std", GRPO) or not ("none", Dr. GRPO). A group of equal
+    rewards, or of one, gives exactly 0.
+    """
+    r = torch.as_tensor(rewards, dtype=torch.float32).view(-1, group_size)
+    flat = (r == r[:, :1]).all(1, keepdim=True)
+    a = r - r.mean(1, keepdim=True)
+    if scale == "std" and group_size > 1:
+        a = a / r.std(1, keepdim=True).masked_fill(flat, 1)
+    return a.masked_fill(flat, 0).flatten()
+
+
+def policy_loss(logp, old_logp, actor_logp, adv, mask, clip_low=0.2, clip_high=0.28, correction="tis", cap=2.0,
+                n_tokens=None):
+    """Eq. 1, negated, as a token mean -> (loss, metrics).
+
+    logp, old_logp, actor_logp: [N,T] (or flat [M]) log-probs of the sampled tokens under the policy, the policy that
+    was copied into the actor, and the actor; adv: [N] a sample (or of logp's shape); mask: tokens that count. n_tokens
+    is the whole step's count of such tokens over all micro-batches and ranks; default: those here. correction: "none";
+    "tis", w = min(pi_old / pi_actor, cap); "mask" (IcePop): tokens with w outside [1/cap, cap] are dropped.
+    """
+    A = adv[:, None] if adv.ndim < logp.ndim else adv
+    r = _log_ratio(logp, old_logp, mask).exp()
+    log_w = _log_ratio(old_logp, actor_logp, mask).detach()
+    raw = log_w.exp()
+    kept, w = mask, torch.ones_like(raw)
+    if correction == "tis":
+        w = raw.clamp(max=cap)
+    elif correction == "mask":
+        kept, w = mask & (raw >= 1 / cap) & (raw <= cap), raw
+    objective = w * torch.minimum(r * A, r.clamp(1 - clip_low, 1 + clip_high) * A)
+    count = kept.sum()
+    loss = -objective.masked_fill(~kept, 0).sum() / (count if n_tokens is None else n_tokens)
+
+    def mean(x, where):
+        return (x.detach().masked_fill(~where, 0).sum() / where.sum().clamp(min=1)).item()
+    metrics = dict(
+        tokens=int(mask.sum()), ratio_mean=mean(raw, kept), ratio_max=raw.masked_fill(~mask, 0).max().item() if raw.numel() else 0.0,
+        truncated=mean((raw > cap) | (kept != mask), mask), kl=mean(raw - 1 - log_w, mask),
+        clipped=mean(((r < 1 - clip_low) & (A < 0)) | ((r > 1 + clip_high) & (A > 0)), mask), entropy=mean(-logp, mask))
+    return loss, metrics
+
+
+def _log_ratio(a, b, mask):
+    """a - b where mask holds, else 0; two log-probs of -inf have ratio 1; bounded, so that exp stays finite."""
+    a, b = a.masked_fill(~mask, 0), b.masked_fill(~mask, 0)
+    return (a - b).nan_to_num(nan=0.0).clamp(-20, 20)
+
+
+@dataclass
+class Scored:
+    """A rollout with its worth. weight: how many samples it stands for when alpha is measured."""
+    rollout: Rollout
+    adv: float
+    weight: float = 1.0
+
+
+@dataclass
+class Batch:
+    """Right-padded sequences for one forward pass. Masks come from lengths; a pad id means nothing."""
+    ids: torch.Tensor         # [N,T] prompt and response
+    mask: torch.Tensor        # [N,T] response tokens
+    in_loss: torch.Tensor     # [N,T] those that the loss counts
+    actor_logp: torch.Tensor  # [N,T] fp32
+    adv: torch.Tensor         # [N]
+    weight: torch.Tensor      # [N]
+    measured: torch.Tensor    # [N,T] tokens whose alpha is measured
+    hidden: torch.Tensor      # [M,d] the actor's last states of those, row by row
+    old_logp: torch.Tensor | None = None  # [N,T] if the policy has moved since it was the actor
+
+
+def make_batches(samples, args, device):
+    """Scored -> Batches of at most --micro-tokens padded tokens each, similar lengths together."""
+    def length(s):
+        return len(s.rollout.prompt_ids) + len(s.rollout.ids)
+    groups, group = [], []
+    for s in sorted(samples, key=length):  # ascending: the newest is the longest
+        if group and (len(group) + 1) * length(s) > args.micro_tokens:
+            groups.append(group)
+            group = []
+        group.append(s)
+    return [_pad(g, max(map(length, g)), args, device) for g in groups + [group] if g]
+
+
+def _pad(group, T, args, device):
+    N = len(group)
+    ids = torch.zeros(N, T, dtype=torch.long)
+    mask, in_loss, measured = (torch.zeros(N, T, dtype=torch.bool) for _ in range(3))
+    actor_logp = torch.zeros(N, T)
+    for i, s in enumerate(group):
+        r, start = s.rollout, len(s.rollout.prompt_ids)
+        end = start + len(r.ids)
+        ids[i, :end] = torch.tensor(r.prompt_ids + r.ids)
+        mask[i, start:end] = True
+        in_loss[i, start:end] = not (r.finish == "length" and args.truncated == "mask")
+        measured[i, start:end:args.alpha_every] = True
+        actor_logp[i, start:end] = r.logprobs
+    adv, weight = torch.tensor([s.adv for s in group]), torch.tensor([s.weight for s in group])
+    tensors = [x.to(device) for x in (ids, mask, in_loss, actor_logp, adv, weight, measured)]
+    return Batch(*tensors, hidden=torch.cat([s.rollout.hidden for s in group]).to(device))
+
+
+def policy_pass(policy, batch, temperature, measure=True):
+    """One dense forward -> (log-probs of the response tokens [N,T], alpha [N,T]; NaN where not measured).
+
+    Token t is predicted by the state at t-1. alpha must be measured by the weights that the actor had.
+    """
+    def head(hidden, project):                                                            # hidden: [N,T,d]
+        states = hidden[:, :-1]
+        logp = torch.zeros(batch.ids.shape, device=hidden.device)
+        logp[batch.mask] = gather_logprobs(project, states[batch.mask[:, 1:]], batch.ids[batch.mask], temperature)
+        alpha = torch.full(batch.ids.shape, float("nan"), device=hidden.device)
+        if measure:
+            with torch.no_grad():
+                p_states = states[batch.measured[:, 1:]].detach()
+                alpha[batch.measured] = chunked_acceptance(project, p_states, batch.hidden, temperature)
+        return logp, alpha
+    return policy(batch.ids, head=head)
+
+
+class Measured:
+    """Collects one step's alphas, in rows of unlike lengths."""
+    def __init__(self):
+        self.alphas, self.weights = [], []
+
+    def add(self, alpha, weight):
+        self.alphas.append(alpha.detach())
+        self.weights.append(weight)
+
+    def rows(self):
+        """(alpha [N,T], positions [N,T], mask [N,T], weight [N]); a token at index t was drawn with t tokens cached."""
+        T = max(a.shape[1] for a in self.alphas)
+        alpha = torch.cat([torch.nn.functional.pad(a, (0, T - a.shape[1]), value=float("nan")) for a in self.alphas])
+        positions = torch.arange(T, device=alpha.device).expand_as(alpha)
+        return alpha, positions, ~alpha.isnan(), torch.cat(self.weights)
+
+
+def update_policy(policy, optimizer, kept, unmoved, args, device):
+    """The step's optimizer steps. kept: Scored of groups with spread; unmoved: one of each other group, measured only.
+
+    -> (Measured, metrics). Nothing to learn from is a no-op, not 0/0.
+    """
+    measured, stats = Measured(), []
+    with torch.no_grad():  # 1. groups without spread carry no gradient, but alpha would be biased without them
+        for batch in make_batches(unmoved, args, device):
+            measured.add(policy_pass(policy, batch, args.temperature)[1], batch.weight)
+    parts = [part for part in _split_groups(kept, args.samples, args.minibatches) if part]
+    parts = [make_batches(part, args, device) for part in parts]
+    if len(parts) > 1:     # 2. later parts meet a policy that has moved: alpha and pi_old before the first step
+        with torch.no_grad():
+            for batch in (b for part in parts for b in part):
+                batch.old_logp, alpha = policy_pass(policy, batch, args.temperature)
+                measured.add(alpha, batch.weight)
+    for part in parts:     # 3. one optimizer step for each part; its token mean is over all its micro-batches
+        n_tokens = sum(int(b.in_loss.sum()) for b in part)
+        if not n_tokens:
+            continue
+        for batch in part:
+            logp, alpha = policy_pass(policy, batch, args.temperature, measure=batch.old_logp is None)
+            if batch.old_logp is None:
+                measured.add(alpha, batch.weight)
+            old_logp = logp.detach() if batch.old_logp is None else batch.old_logp
+            loss, metrics = policy_loss(logp, old_logp, batch.actor_logp, batch.adv, batch.in_loss, args.clip_low,
+                                        args.clip_high, args.correction, args.cap, n_tokens)
+            loss.backward()
+            stats.append(metrics | {"loss": loss.item() / len(parts)})
+        norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.grad_clip)
+        if norm.isfinite():
+            optimizer.step()
+        else:
+            print(f"gradient norm is {norm.item()}: this update is skipped", file=sys.stderr)
+        optimizer.zero_grad(set_to_none=True)
+        stats.append({"grad_norm": norm.item()})
+    return measured, _merge(stats)
+
+
+def _split_groups(samples, group_size, parts):
+    """Whole prompt groups, dealt into `parts` runs of similar size."""
+    groups = [samples[i:i + group_size] for i in range(0, len(samples), group_size)]
+    cuts = [round(i * len(groups) / parts) for i in range(parts + 1)]
+    return [[s for g in groups[a:b] for s in g] for a, b in zip(cuts, cuts[1:])]
+
+
+def _merge(stats):
+    """Micro-batch metrics -> the step's: losses add up, the largest ratio and norm count, the rest is a token mean."""
+    passes = [s for s in stats if "tokens" in s]
+    total = max(sum(s["tokens"] for s in passes), 1)
+    out = {k: sum(s[k] * s["tokens"] for s in passes) / total for k in ("ratio_mean", "truncated", "kl", "clipped", "entropy")}
+    out["ratio_max"] = max((s["ratio_max"] for s in passes), default=0.0)
+    out["loss"] = sum(s["loss"] for s in passes)
+    out["grad_norm"] = max((s["grad_norm"] for s in stats if "grad_norm" in s), default=0.0)
+    return out
+
+
+# ---- the built-in model and the warm start ----------------------------------------------------------------------
+
+
+def build_tiny(folder, seed):
+    """Write a random tiny Qwen3-kind model with a character tokenizer as an ordinary Hugging Face checkpoint."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config
+    characters = string.ascii_letters + string.digits + "+=;?#."
+    chars = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="?"))
+    chars.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
+    chars.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=chars, eos_token=".", clean_up_tokenization_spaces=False)
+    hf = Qwen3Config(vocab_size=len(characters), hidden_size=96, intermediate_size=192, num_hidden_layers=3,
+                     num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=1024,
+                     rope_parameters={"rope_type": "default", "rope_theta": 1e6}, tie_word_embeddings=False,
+                     eos_token_id=tokenizer.eos_token_id, architectures=["Qwen3ForCausalLM"])
+    model = Model(Config.from_hf(hf), hf, tokenizer)
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.ndim > 1:
+                p.normal_(0, 0.02 if "embed" in name or "lm_head" in name else p.shape[1] ** -0.5, generator=g)
+    model.save_pretrained(folder)
+
+
+def traces(args, step, stage):
+    """A warm-start step's (prompt, trace) pairs, about --warm-tokens long in all.
+
+    chain has a curriculum: stage 0 is 4 leaves, 4 lines, both operands far back, whole traces; then a mix of growing
+    sheets, some of whose traces give up. Without stage 0 the far look-up is not learned in any reasonable time.
+    """
+    make, sizes = parse_task(args.task)
+    rng = random.Random(f"warm {args.seed} {step}")
+    extra = {"give_up": args.give_up} if make.__name__ == "countdown" else {}
+    if make.__name__ == "chain":
+        leaves, lines, answers = sizes or (20, 24, 4)
+        if stage == 0:
+            sizes, extra = (4, 4, 2), {"far": True}
+        else:
+            scale = rng.choice((0.3, 0.6, 1.0, 1.0))
+            sizes = (max(2, round(leaves * scale)), max(answers, round(lines * scale)), answers)
+            extra = {"give_up": args.give_up}
+    pairs, total = [], 0
+    while total < args.warm_tokens:
+        problem = make(rng, *sizes, **extra)
+        pairs.append((problem.prompt, problem.trace))
+        total += (len(problem.prompt) + len(problem.trace)) / (1 if make.__name__ == "chain" else 3)  # characters a token
+    return pairs
+
+
+def warm_start(policy, args, device):
+    """Supervised training on worked traces: what a pretrained model would bring along. Changes `policy`."""
+    matrices = [p for n, p in policy.named_parameters() if p.ndim == 2 and "layers" in n]
+    others = [p for n, p in policy.named_parameters() if not (p.ndim == 2 and "layers" in n)]
+    if args.warm_muon:
+        optimizers = [torch.optim.Muon(matrices, lr=args.warm_muon, weight_decay=0.0),
+                      torch.optim.AdamW(others, lr=args.warm_lr, weight_decay=0.0)]
+    else:
+        optimizers = [torch.optim.AdamW(matrices + others, lr=args.warm_lr, weight_decay=0.0)]
+    base = [o.param_groups[0]["lr"] for o in optimizers]
+    stage, running = (0 if args.task.startswith("chain") else 1), None
+    bar = tqdm(range(args.warm_start), desc="warm start", unit=" steps")
+    for step in bar:
+        left = (args.warm_start - step) / args.warm_start
+        for o, lr in zip(optimizers, base):  # ramp up over ten steps, cool down over the last third
+            o.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / 10, 3 * left)
+        loss = supervised_loss(policy, traces(args, step, stage), args, device)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        for o in optimizers:
+            o.step()
+            o.zero_grad(set_to_none=True)
+        running = loss.item() if running is None else 0.9 * running + 0.1 * loss.item()
+        if stage == 0 and running < 0.06:  # by what it can do, never by the clock
+            stage, running = 1, None
+        bar.set_postfix(loss=f"{running or 0:.3f}", stage=stage)
+
+
+def supervised_loss(policy, pairs, args, device):
+    """Mean cross-entropy of the traces' tokens, in one padded batch."""
+    rows = []
+    for prompt, trace in pairs:
+        prompt = encode_prompt(policy.tokenizer, prompt, args.chat)
+        ids = policy.tokenizer.encode(trace, add_special_tokens=False)
+        rows.append((prompt, ids if ids[-1] in policy.stop_ids else ids + policy.stop_ids[:1]))
+    T = max(len(a) + len(b) for a, b in rows)
+    ids, mask = torch.zeros(len(rows), T, dtype=torch.long), torch.zeros(len(rows), T, dtype=torch.bool)
+    for i, (a, b) in enumerate(rows):
+        ids[i, :len(a) + len(b)] = torch.tensor(a + b)
+        mask[i, len(a):len(a) + len(b)] = True
+    logp = token_logprobs(policy, ids.to(device))
+    return -logp[mask.to(device)].mean()
+
+
+# ---- problems, prompts, evaluation ------------------------------------------------------------------------------
+
+
+def encode_prompt(tokenizer, text, chat="auto"):
+    """Prompt ids, in the chat template if there is one (or as --chat says)."""
+    has_template = getattr(tokenizer, "chat_template", None) is not None
+    if chat == "on" and not has_template:
+        raise ValueError("--chat on: this tokenizer has no chat template; use --chat off")
+    if has_template and chat != "off":
+        text = tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True)
+        return tokenizer.encode(text, add_special_tokens=False)
+    return tokenizer.encode(text)
+
+
+def pick(problems, start, count, seed):
+    """`count` problems from place `start` of an endless stream: epoch after epoch, each in its own seeded order."""
+    out = []
+    for place in range(start, start + count):
+        epoch, i = divmod(place, len(problems))
+        order = list(range(len(problems)))
+        random.Random(f"order {seed} {epoch}").shuffle(order)
+        out.append(problems[order[i]])
+    return out
+
+
+def grade_all(rollouts, problems, n, tokenizer):
+    """Rewards, prompt-major. The text graded is the sampled ids' own, without special tokens."""
+    return [grade(tokenizer.decode(r.ids, skip_special_tokens=problems[i // n].kind != "chain"), problems[i // n])
+            for i, r in enumerate(rollouts)]
+
+
+class Run:
+    """What one training run owns: policy, optimizer, actor, controller, problems. One method a stage, `step` in order."""
+
+    def __init__(self, args):
+        self.args = args
+        self.device = torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
+        self.out = Path(args.out)
+        self.done, self.history = 0, []
+        checkpoint = newest_checkpoint(self.out) if args.resume else None
+        self.policy = self._load_policy(checkpoint)
+        self.problems, self.held_out = self._load_problems()
+        context = self.longest + args.max_new_tokens
+        if context > self.policy.config.max_context:
+            raise ValueError(f"the longest prompt has {self.longest} tokens; with --max-new-tokens {args.max_new_tokens} that "
+                             f"is {context}, over the model's context of {self.policy.config.max_context}")
+        rows = min(args.rows, args.prompts * args.samples)
+        self.actor = Actor(self.policy, rows, context, args.pool_pages or None, args.page_size, args.dense_layers,
+                           alpha_every=args.alpha_every, device=self.device)
+        if (need := -(-context // args.page_size) + 1) > self.actor.pool_pages:
+            raise ValueError(f"--pool-pages: one sequence of {context} tokens may need {need} pages of {args.page_size}, the pool "
+                             f"holds {self.actor.pool_pages}")
+        if args.schedule:
+            start = Schedule.load(args.schedule, args.page_size)
+        else:
+            start = Schedule.fraction(args.budget, context, page_size=args.page_size, min_pages=args.min_pages)
+        self.controller = Controller(start, args.tau, args.tail, args.min_pages)
+        self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=args.lr, weight_decay=args.weight_decay)
+        if checkpoint:
+            self._restore(checkpoint)
+
+    def _load_policy(self, checkpoint):
+        args = self.args
+        warm = Path(args.warm_dir or self.out / "warm")
+        name, want = args.model, {k: v for k, v in vars(args).items() if k in ("model", "task", "seed", "chat", "give_up")
+                                  or k.startswith("warm_") and k != "warm_dir"}
+        if not name:
+            name = self.out / "builtin"
+            if not (name / "config.json").exists():
+                build_tiny(name, args.seed)
+        marker = warm / "warm.json"
+        if args.warm_start and not checkpoint and marker.exists():
+            if json.loads(marker.read_text()) != want:
+                raise ValueError(f"'{warm}' holds a warm start made with other flags ({marker}); give another --warm-dir or "
+                                 "delete it")
+            print(f"warm start: found in {warm}")
+            name = warm
+        policy = Model.from_pretrained(checkpoint or name, self.device)
+        policy.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        policy.checkpoint_layers = self.device.type == "cuda"
+        if policy.tokenizer is None:
+            raise ValueError(f"model '{name}' has no tokenizer (tokenizer.json); problems could not be read to it")
+        if args.warm_start and not checkpoint and name != warm:
+            warm_start(policy, args, self.device)
+            policy.save_pretrained(warm)
+            marker.write_text(json.dumps(want, indent=1))
+        return policy
+
+    def _load_problems(self):
+        """(training problems, held-out problems): of a task, another seed's; of a file, a part set aside."""
+        args = self.args
+        if args.data:
+            found = pick(load_problems(args.data), 0, 0, 0) or load_problems(args.data)
+            random.Random(f"split {args.seed}").shuffle(found)
+            cut = min(args.eval, len(found) // 5)
+            train, held = found[cut:], found[:cut]
+        else:
+            train, held = load_problems(args.task, args.seed), load_problems(args.task, args.seed + 10**6, args.eval)
+        sizes = [len(encode_prompt(self.policy.tokenizer, p.prompt, args.chat)) for p in train + held]
+        self.longest = max(sizes)
+        return train, held
+
+    def generate(self, problems, n, schedule, seed, progress):
+        prompts = [encode_prompt(self.policy.tokenizer, p.prompt, self.args.chat) for p in problems]
+        return self.actor.generate(prompts, n, self.args.max_new_tokens, self.args.temperature, schedule,
+                                   self.policy.stop_ids, seed, progress=progress)
+
+    def evaluate(self):
+        """Mean reward of the *dense* policy on the held-out problems, sampled as in training."""
+        args = self.args
+        if not self.held_out:
+            return {}
+        dense = Schedule.fraction(1.0, self.actor.max_context, page_size=args.page_size)
+        rollouts = self.generate(self.held_out, args.eval_samples, dense, (args.seed, 2**31), progress=True)
+        rewards = grade_all(rollouts, self.held_out, args.eval_samples, self.policy.tokenizer)
+        return {"eval": sum(rewards) / len(rewards), "eval_length": sum(len(r.ids) for r in rollouts) / len(rollouts)}
+
+    def step(self):
+        """One turn of the loop -> its metrics."""
+        args, n, t = self.args, self.args.samples, time.perf_counter()
+        # 1. generate with the sparse actor
+        schedule = self.controller.schedule
+        problems = pick(self.problems, self.done * args.prompts, args.prompts, args.seed)
+        rollouts = self.generate(problems, n, schedule, (args.seed, self.done), progress=True)
+        t_rollout = time.perf_counter()
+        # 2. grade, and compare within each prompt's group
+        rewards = grade_all(rollouts, problems, n, self.policy.tokenizer)
+        adv = advantages(rewards, n, args.adv).tolist()
+        t_grade = time.perf_counter()
+        # 3. groups without spread teach nothing; one sample of each still measures alpha, for all n
+        spread = [any(adv[i - i % n:i - i % n + n]) for i in range(len(adv))]
+        kept = [Scored(r, a) for r, a, s in zip(rollouts, adv, spread) if s]
+        unmoved = [Scored(rollouts[i], 0.0, n) for i in range(0, len(adv), n) if not spread[i]]
+        # 4. update theta
+        for group in self.optimizer.param_groups:
+            group["lr"] = args.lr * min(1.0, (self.done + 1) / max(args.warmup, 1))
+        measured, stats = update_policy(self.policy, self.optimizer, kept, unmoved, args, self.device)
+        # 5. the controller reads alpha and sets the next schedule; the actor takes over theta
+        rows = measured.rows()
+        lengths = [len(r.ids) for r in rollouts]
+        if args.tau:
+            self.controller.update(*rows, response_length=sum(lengths) / len(lengths), kl=stats["kl"] if kept else None)
+        self.actor.load(self.policy)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.done += 1
+        seconds = dict(rollout_s=t_rollout - t, grade_s=t_grade - t_rollout, train_s=time.perf_counter() - t_grade)
+        return (dict(step=self.done, reward=sum(rewards) / len(rewards), solved=sum(r == 1 for r in rewards) / len(rewards),
+                     length=sum(lengths) / len(lengths), cut_off=sum(r.finish == "length" for r in rollouts) / len(rollouts),
+                     dropped=len(unmoved)) | self._alpha_metrics(rows) | self._budget_metrics(rollouts, schedule) | stats
+                | seconds | dict(tokens_per_s=sum(lengths) / seconds["rollout_s"], lr=self.optimizer.param_groups[0]["lr"]))
+
+    def _alpha_metrics(self, rows):
+        """Tail and mean of alpha over the batch and per bin of cached tokens; rows count by their weight."""
+        alpha, positions, mask, weight = rows
+        alpha, positions, mask = (x.repeat_interleave(weight.long(), 0) for x in (alpha, positions, mask))
+        a, bins = alpha[mask], positions[mask] // self.controller.start.bin_tokens
+        n_bins = len(self.controller.start.bins)
+        return dict(alpha_mean=a.mean().item(), alpha_tail=tail(a, fraction=self.args.tail), alpha_tokens=len(a),
+                    alpha_low=(a < (self.args.tau or 0.86)).sum().item() / len(alpha),
+                    tail_by_bin=[tail(a[bins.clamp(max=n_bins - 1) == i], fraction=self.args.tail) for i in range(n_bins)])
+
+    def _budget_metrics(self, rollouts, schedule):
+        """What the actor read: pages per bin, and the share of the cached pages over all tokens generated."""
+        size, read, had = self.args.page_size, 0, 0
+        for r in rollouts:
+            lengths = torch.arange(len(r.prompt_ids), len(r.prompt_ids) + len(r.ids))
+            read += schedule.pages(lengths).sum().item()
+            had += ((lengths + size - 1) // size).sum().item()
+        ends = [schedule.bin_tokens * (i + 1) for i in range(len(schedule.bins))]
+        return dict(kv_read=read / had, pages_by_bin=[schedule.pages(e) for e in ends])
+
+    # -- keeping --
+
+    def save(self):
+        """A checkpoint: a folder that `transformers` opens, and beside it what resuming needs. Written aside, then renamed."""
+        final = self.out / f"step-{self.done:06d}"
+        part = self.out / f".{final.name}.part"
+        shutil.rmtree(part, ignore_errors=True)
+        self.policy.save_pretrained(part)
+        torch.save(dict(step=self.done, optimizer=self.optimizer.state_dict(), controller=self.controller.state_dict()),
+                   part / "trainer.pt")
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(part, final)
+        for old in sorted(self.out.glob("step-*"))[:-2]:
+            shutil.rmtree(old)
+        return final
+
+    def _restore(self, checkpoint):
+        state = torch.load(checkpoint / "trainer.pt", map_location=self.device, weights_only=True)
+        self.done = state["step"]
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.controller.load_state_dict({k: v.cpu() if torch.is_tensor(v) else v for k, v in state["controller"].items()})
+        lines = (self.out / "metrics.jsonl").read_text().splitlines()
+        self.history = [m for m in map(json.loads, lines) if m["step"] <= self.done]
+
+
+def newest_checkpoint(out):
+    found = sorted(out.glob("step-*/trainer.pt"))
+    if not found:
+        raise ValueError(f"--resume: no checkpoint (step-*/trainer.pt) in '{out}'")
+    return found[-1].parent
+
+
+# ---- what a person sees -----------------------------------------------------------------------------------------
+
+
+def readable(m):
+    tails = [t for t in m["tail_by_bin"] if t == t]
+    line = (f"step {m['step']:4d} | reward {m['reward']:.3f} | solved {m['solved']:.2f} | length {m['length']:6.1f} | alpha tail "
+            f"{m['alpha_tail']:.3f} worst bin {min(tails):.3f} mean {m['alpha_mean']:.4f} | reads {m['kv_read']:5.1%} of KV | "
+            f"kl {m['kl']:.1e} | rollout {m['rollout_s']:.1f}s ({m['tokens_per_s']:,.0f} tok/s) train {m['train_s']:.1f}s")
+    return line + (f" | eval {m['eval']:.3f}" if "eval" in m else "")
+
+
+def plot(history, args, path):
+    """Four panels: is it learning; does the tail hold; what did that cost in pages; where did the time go."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    fig, ax = plt.subplots(2, 2, figsize=(12, 8), layout="constrained")
+    trained = [m for m in history if "reward" in m]
+    steps = [m["step"] for m in trained]
+    evals = [(m["step"], m["eval"]) for m in history if "eval" in m]
+    ax[0, 0].plot(steps, [m["reward"] for m in trained], label="reward, sparse actor", color="tab:blue", alpha=0.6)
+    ax[0, 0].plot(*zip(*evals), "o-", label="held-out problems, dense policy", color="tab:green") if evals else None
+    ax[0, 0].set(title="Is it learning?", xlabel="step", ylabel="mean reward")
+    width = (m := trained[-1])["bin_tokens"]
+    shades = plt.get_cmap("viridis")
+    for i, m in enumerate(trained):
+        x = [(b + 0.5) * width for b in range(len(m["tail_by_bin"]))]
+        style = dict(color=shades(i / max(len(trained) - 1, 1)), alpha=0.9 if i in (0, len(trained) - 1) else 0.35,
+                     label=f"step {m['step']}" if i in (0, len(trained) - 1) else None)
+        ax[0, 1].plot(x, m["tail_by_bin"], ".-", **style)
+        ax[1, 0].step([b * width for b in range(len(x) + 1)], [*m["pages_by_bin"], m["pages_by_bin"][-1]], where="post", **style)
+    if args.tau:
+        ax[0, 1].axhline(args.tau, color="tab:red", ls="--", label=f"tau = {args.tau}")
+    ax[0, 1].set(title=f"Does the tail hold? ({args.tail:.0%} quantile of alpha)", xlabel="cached tokens", ylabel="alpha")
+    ends = [width * (b + 1) for b in range(len(trained[-1]["pages_by_bin"]))]
+    ax[1, 0].plot(ends, [e / args.page_size for e in ends], color="gray", ls=":", label="all pages (dense)")
+    ax[1, 0].set(title="What the controller chose", xlabel="cached tokens", ylabel="pages read by a query")
+    ax[1, 1].plot(steps, [m["length"] for m in trained], color="tab:purple", label="response length")
+    ax[1, 1].set(title="Length and time", xlabel="step", ylabel="tokens", ylim=(0, None))
+    time_axis = ax[1, 1].twinx()
+    time_axis.stackplot(steps, [m["rollout_s"] for m in trained], [m["train_s"] for m in trained], alpha=0.3,
+                        labels=["rollout", "training"], colors=["tab:orange", "tab:cyan"])
+    time_axis.set(ylabel="seconds a step")
+    for a in (*ax.flat, time_axis):
+        a.legend(fontsize=8, loc="upper right" if a is time_axis else "best")
+    part = path.with_suffix(".part.png")
+    fig.savefig(part, dpi=110)
+    os.replace(part, path)
+    plt.close(fig)
+
+
+def summary(run, started):
+    """The run in plain words."""
+    args, h = run.args, run.history
+    trained, evals = [m for m in h if "reward" in m], [m["eval"] for m in h if "eval" in m]
+    first, last = trained[0], trained[-1]
+    reached = [i for i, t in enumerate(last["tail_by_bin"]) if t == t]
+    print("\nDone.")
+    if evals:
+        print(f"  Accuracy of the dense policy on {len(run.held_out)} held-out problems: {evals[0]:.3f} before, {evals[-1]:.3f} after "
+              f"{last['step']} steps.")
+    print(f"  Tail of alpha ({args.tail:.0%} quantile): {first['alpha_tail']:.3f} at first, {last['alpha_tail']:.3f} at last"
+          + (f"; the controller's aim is {args.tau}." if args.tau else "; the budget was fixed (--tau 0)."))
+    print(f"  Asked for: {'the schedule ' + args.schedule if args.schedule else f'{args.budget:.0%} of the cached pages'}. Read at the "
+          f"first step: {first['kv_read']:.0%}; at the last: {last['kv_read']:.0%} (from {last['pages_by_bin'][reached[0]]} pages early "
+          f"to {last['pages_by_bin'][reached[-1]]} late, of {-(-run.actor.max_context // args.page_size)}).")
+    print(f"  {sparse_pays(run, last)}")
+    print(f"  Time: {sum(m['rollout_s'] for m in trained):.0f} s in rollouts, {sum(m['train_s'] for m in trained):.0f} s in training, "
+          f"{time.perf_counter() - started:.0f} s in all.")
+    print(f"  Checkpoint: {run.out / f'step-{run.done:06d}'} (opens in transformers). Plot: {run.out / 'run.png'}. Metrics: "
+          f"{run.out / 'metrics.jsonl'}.")
+    other = "--budget 1 --out out-dense" if args.budget < 1 else "--budget 0.1 --out out-sparse"
+    same = f" --warm-dir {args.warm_dir or run.out / 'warm'}" if args.warm_start else ""
+    model = f" --model {args.model}" if args.model else ""
+    print(f"  Next: python train.py{model}{same} {other}    to compare, or --resume --steps {2 * args.steps} to go on.")
+
+
+def sparse_pays(run, m):
+    """Bytes that a decode step must read, dense and sparse: the most that sparsity could save at this length."""
+    c, actor = run.policy.config, run.actor
+    width = actor.model.dtype.itemsize
+    weights = sum(p.numel() for p in actor.model.parameters()) * width
+    tokens = run.longest + m["length"] / 2
+    token = 2 * c.num_key_value_heads * c.head_dim * width  # K and V of one token in one layer
+    sparse_layers = max(c.num_hidden_layers - actor.dense_layers, 0)
+    dense = actor.rows * tokens * token * c.num_hidden_layers
+    sparse = actor.rows * tokens * token * (c.num_hidden_layers - sparse_layers * (1 - m["kv_read"] - 0.5 / actor.page_size))
+    most = (weights + dense) / (weights + sparse)
+    return (f"Does sparse pay here? At {tokens:.0f} cached tokens and {actor.rows} rows a decode step reads {weights / 1e6:,.1f} MB of "
+            f"weights and {dense / 1e6:,.1f} MB of KV if dense, {sparse / 1e6:,.1f} MB if sparse: at most {most:.2f}x faster"
+            + (", so no; it pays at longer contexts." if most < 1.2 else "."))
+
+
+# ---- main -------------------------------------------------------------------------------------------------------
+
+
+def main(argv=None):
+    started = time.perf_counter()
+    args = parse_args(argv)
+    try:
+        run = Run(args)
+    except (ValueError, OSError) as error:  # set-up only: what the user gave cannot work, and the message says why
+        args.parser.error(str(error))
+    run.out.mkdir(parents=True, exist_ok=True)
+    flags = {k: v for k, v in vars(args).items() if k not in ("parser", "resume")}
+    (run.out / "config.json").write_text(json.dumps(flags, indent=1))
+    c = run.policy.config
+    print(f"{args.model or 'built-in model'}: {sum(p.numel() for p in run.policy.parameters()):,} parameters, "
+          f"{c.num_hidden_layers} layers, {c.num_attention_heads}/{c.num_key_value_heads} heads of {c.head_dim}, on {run.device}; "
+          f"{run.actor.rows} rows, {run.actor.pool_pages:,} pages of {args.page_size} ({run.actor.pool_bytes / 1e6:,.0f} MB)")
+    log = run.out / "metrics.jsonl"
+    log.write_text("".join(json.dumps(m) + "\n" for m in run.history))
+    drawn = time.perf_counter()
+    if not run.done:
+        run.history.append({"step": 0} | run.evaluate())
+        print(f"step    0 | eval {run.history[0].get('eval', float('nan')):.3f}")
+        with log.open("a") as f:
+            f.write(json.dumps(run.history[0]) + "\n")
+    while run.done < args.steps:
+        m = run.step() | {"bin_tokens": run.controller.start.bin_tokens}
+        if run.done % args.eval_every == 0 or run.done == args.steps:
+            m |= run.evaluate()
+        run.history.append(m)
+        with log.open("a") as f:
+            f.write(json.dumps(m) + "\n")
+        print(readable(m))
+        if run.done % args.save_every == 0 or run.done == args.steps:
+            run.save()
+        if time.perf_counter() - drawn > 20 or run.done == args.steps:
+            plot(run.history, args, run.out / "run.png")
+            drawn = time.perf_counter()
+    summary(run, started)
+
+
+if __name__ == "__main__":
+    main()
