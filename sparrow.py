@@ -211,7 +211,8 @@ class Model(nn.Module):
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
-        self.register_buffer("inv_freq", torch.tensor(config.inv_freq, dtype=torch.float32), persistent=False)
+        # Not a buffer: model.to(bfloat16) would round it, and phases at far positions would be off by whole turns.
+        self.inv_freq = torch.tensor(config.inv_freq, dtype=torch.float32, device="cpu")
 
     @property
     def n_tokens(self):
@@ -226,8 +227,9 @@ class Model(nn.Module):
         """ids: [B,T]; positions: [B,T], default 0..T-1 -> states after the final norm [B,T,d], in `self.dtype`."""
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device)[None]
-        phase = positions[..., None, None].float() * self.inv_freq                        # [B,T,1,D/2]; fp32: bf16
-        rope = phase.cos() * self.config.rope_scale, phase.sin() * self.config.rope_scale  # is off by whole turns
+        self.inv_freq = self.inv_freq.to(ids.device)
+        phase = positions[..., None, None].float() * self.inv_freq                        # [B,T,1,D/2]
+        rope = phase.cos() * self.config.rope_scale, phase.sin() * self.config.rope_scale
         x = self.model.embed_tokens(ids).to(self.dtype).float()                           # [B,T,d]
         for i, layer in enumerate(self.model.layers):
             args = x, rope, lambda q, k, v, i=i: attend(i, q, k, v), self.dtype
@@ -267,7 +269,6 @@ class Model(nn.Module):
         config = Config.from_hf(hf)
         with torch.device("meta"):
             model = cls(config, hf, tokenizer, generation)
-        model.inv_freq = torch.tensor(model.config.inv_freq, dtype=torch.float32, device=device)
         model.load_state_dict(read_weights(folder, model, device), assign=True)
         if model.config.tied:
             model.lm_head.weight = model.model.embed_tokens.weight
@@ -661,7 +662,7 @@ class Actor:
     def __init__(self, model, rows=64, max_context=None, pool_pages=None, page_size=16, dense_layers=2, first=1, last=2,
                  alpha_every=1, device=None):
         c = model.config
-        self.device = torch.device(device or model.inv_freq.device)
+        self.device = torch.device(device or next(model.parameters()).device)
         self.rows, self.page_size, self.dense_layers, self.first, self.last = rows, page_size, dense_layers, first, last
         self.alpha_every, self.max_context = alpha_every, min(max_context or c.max_context, c.max_context)
         self.burst = 8 if self.device.type == "cuda" else 1

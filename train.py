@@ -378,6 +378,30 @@ def build_tiny(folder, seed):
     model.save_pretrained(folder)
 
 
+class Muon(torch.optim.Optimizer):
+    """Momentum whose update is made orthogonal by five Newton-Schulz steps (Jordan et al., 2024), for [out,in] matrices.
+
+    torch.optim.Muon is the same but computes in bf16, which CPUs without bf16 units emulate: 12 times slower here.
+    """
+    def __init__(self, params, lr, momentum=0.95):
+        super().__init__(params, dict(lr=lr, momentum=momentum))
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                m = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                m.lerp_(p.grad, 1 - group["momentum"])
+                x = p.grad.lerp(m, group["momentum"])  # Nesterov
+                wide = x if x.shape[0] <= x.shape[1] else x.T
+                wide = wide / wide.norm().clamp(min=1e-7)
+                for _ in range(5):
+                    gram = wide @ wide.T
+                    wide = 3.4445 * wide + (-4.775 * gram + 2.0315 * gram @ gram) @ wide
+                update = wide if x.shape[0] <= x.shape[1] else wide.T
+                p.add_(update, alpha=-group["lr"] * max(1, p.shape[0] / p.shape[1]) ** 0.5)
+
+
 def traces(args, step, stage):
     """A warm-start step's (prompt, trace) pairs, about --warm-tokens long in all.
 
@@ -408,7 +432,7 @@ def warm_start(policy, args, device):
     matrices = [p for n, p in policy.named_parameters() if p.ndim == 2 and "layers" in n]
     others = [p for n, p in policy.named_parameters() if not (p.ndim == 2 and "layers" in n)]
     if args.warm_muon:
-        optimizers = [torch.optim.Muon(matrices, lr=args.warm_muon, weight_decay=0.0),
+        optimizers = [Muon(matrices, lr=args.warm_muon),
                       torch.optim.AdamW(others, lr=args.warm_lr, weight_decay=0.0)]
     else:
         optimizers = [torch.optim.AdamW(matrices + others, lr=args.warm_lr, weight_decay=0.0)]

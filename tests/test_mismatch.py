@@ -84,7 +84,7 @@ def test_mean_ratio_of_sampled_tokens_has_expectation_alpha(seed):
     """
     n, temperature = 40_000, 0.7
     p_logits = random_logits(1, 40, seed)
-    q_logits = p_logits + random_logits(1, 40, seed + 100)
+    q_logits = p_logits + random_logits(1, 40, seed + 100, scale=0.5)
     tokens, logq = sample_tokens(q_logits.expand(n, -1), sample_uniforms(seed, 0, 0, n), temperature)
     logp = (p_logits / temperature).log_softmax(-1)[0, tokens]
     ratio = (logp - logq).exp().clamp(max=1)
