@@ -337,7 +337,7 @@ def gather_logprobs(project, hidden, targets, temperature=1.0, chunk=1024):
     """log p(targets) from hidden states, a chunk of tokens at a time: no [M,V] tensor outlives its chunk, also in the
     backward pass. project: d -> V; hidden: [M,d]; targets: [M] -> [M] fp32."""
     def piece(h, t):
-        return (project(h) / temperature).log_softmax(-1).gather(-1, t[:, None])[:, 0]
+        return (project(h).float() / temperature).log_softmax(-1).gather(-1, t[:, None])[:, 0]
     parts = [checkpoint(piece, h, t, use_reentrant=False) if torch.is_grad_enabled() else piece(h, t)
              for h, t in zip(hidden.split(chunk), targets.split(chunk))]
     return torch.cat(parts) if parts else hidden.new_zeros(0, dtype=torch.float32)
@@ -371,7 +371,7 @@ def acceptance_topk(p_logits, q_logits, k=20):
 
 def chunked_acceptance(project, p_hidden, q_hidden, temperature=1.0, chunk=1024):
     """`acceptance` from the two last hidden states [M,d], through one head, a chunk at a time -> [M]."""
-    parts = [acceptance(project(p) / temperature, project(q) / temperature)
+    parts = [acceptance(project(p).float() / temperature, project(q).float() / temperature)
              for p, q in zip(p_hidden.split(chunk), q_hidden.split(chunk))]
     return torch.cat(parts) if parts else p_hidden.new_zeros(0, dtype=torch.float32)
 
@@ -452,13 +452,16 @@ class Schedule:
             return cls.published(str(name_or_file), page_size)
         try:
             fields = json.loads(path.read_text())
-            schedule = cls(tuple(int(p) for p in fields.pop("bins")), **fields)
+            schedule = cls(tuple(fields.pop("bins")), **fields)
+            whole = (*schedule.bins, schedule.bin_tokens, schedule.page_size, schedule.min_pages)
+            if not schedule.bins or any(type(x) is not int or x < (i < len(whole) - 1) for i, x in enumerate(whole)):
+                raise ValueError("bins, bin_tokens, page_size and min_pages must be whole numbers, at least one bin, none empty")
+            if schedule.share is not None and not 0 < schedule.share <= 1:
+                raise ValueError("share must be in (0, 1]")
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"--schedule {path}: not a schedule file ({type(error).__name__}: {error})") from None
         if schedule.page_size != page_size:
             raise ValueError(f"--schedule {path}: made for page size {schedule.page_size}, but --page-size is {page_size}")
-        if not schedule.bins or min(schedule.bins) < 1 or schedule.bin_tokens < 1:
-            raise ValueError(f"--schedule {path}: needs at least one bin of one page or more, and bin_tokens >= 1")
         return schedule
 
     def save(self, path):
@@ -482,7 +485,7 @@ class Schedule:
 
 
 def _ceil(x):
-    """Ceiling that forgives the last bit: 0.1 * 30 is 3.0000000000000004."""
+    """Ceiling that forgives the last bit: 0.07 * 100 is 7.000000000000001."""
     return math.ceil(x - 1e-9)
 
 
@@ -524,7 +527,7 @@ class Controller:
 
         alpha: [N,T]; positions: [N,T] cached tokens when the token was generated; mask: [N,T] measured tokens; weight:
         [N] how many samples a row stands for. response_length and kl (k3 of actor and policy), if given, are this
-        step's means for the guards. With a process group, sums are taken over ranks, so every rank gets one schedule.
+        step's means for the guards (over all ranks). With a process group, sums are taken over ranks, so every rank gets one schedule.
         """
         new = self._count(alpha, positions, mask, weight)
         if dist.is_available() and dist.is_initialized():
@@ -556,7 +559,7 @@ class Controller:
         """Sums over sequences of (x, n, x^2, x*n, n^2, 1) in each bin -> [6, bins] float64."""
         (N, _), n_bins = alpha.shape, len(self.u)
         mask = mask & ~alpha.isnan()
-        bin_of = (positions // self.start.bin_tokens).clamp(max=n_bins - 1).long()                      # [N,T]
+        bin_of = (positions // self.start.bin_tokens).clamp(0, n_bins - 1).long()                      # [N,T]
         per_row = torch.zeros(2, N, n_bins, dtype=torch.float64, device=alpha.device)
         per_row[0].scatter_add_(1, bin_of, (mask & (alpha < self.tau)).double())
         per_row[1].scatter_add_(1, bin_of, mask.double())
@@ -568,20 +571,22 @@ class Controller:
     def _may_release(self, response_length, kl):
         """The guards: no lowering while responses shrink or the actor drifts from the policy."""
         ok = True
-        if response_length is not None:
+        if response_length is not None and response_length == response_length:  # NaN is "no data"
             ok &= self.mean_length is None or response_length >= 0.8 * self.mean_length
             self.mean_length = _running(self.mean_length, response_length)
-        if kl is not None:
+        if kl is not None and kl == kl:
             ok &= self.mean_kl is None or kl <= 1.25 * self.mean_kl
             self.mean_kl = _running(self.mean_kl, kl)
         return ok
 
     def state_dict(self):
-        return {k: getattr(self, k) for k in ("u", "sums", "reached", "mean_length", "mean_kl")} | {
-            "schedule": self.schedule.__dict__}
+        state = {k: getattr(self, k) for k in ("u", "sums", "reached", "mean_length", "mean_kl")}
+        return {k: v.clone() if torch.is_tensor(v) else v for k, v in state.items()} | {"schedule": dict(self.schedule.__dict__)}
 
     def load_state_dict(self, state):
         state = dict(state)
+        if len(state["u"]) != len(self.u):
+            raise ValueError(f"the controller's state has {len(state['u'])} bins, this schedule {len(self.u)}")
         self.schedule = Schedule(**state.pop("schedule"))
         for k, v in state.items():
             setattr(self, k, v.clone() if torch.is_tensor(v) else v)
@@ -658,6 +663,10 @@ class Actor:
     the queue, or else to the last lane. Pages are taken as rows grow. When the pool runs dry, the youngest row is
     preempted: its pages go back, and later it is recomputed by `sparse_attention` under the budgets it had, so its
     distribution does not change. The host looks at the device once every `burst` tokens.
+
+    On a GPU a decode step is hundreds of small launches, so it is captured once as a CUDA graph for each of a few batch
+    sizes and replayed. Weights, pools, lanes and budgets are refreshed in place, so graphs outlive training steps. Lanes
+    without a row are idle: their page table points at the scratch page.
     """
     def __init__(self, model, rows=64, max_context=None, pool_pages=None, page_size=16, dense_layers=2, first=1, last=2,
                  alpha_every=1, device=None):
@@ -674,6 +683,8 @@ class Actor:
                 p.data = p.data.to(self.model.dtype)
         self.load(model)
         self.row_pages = -(-self.max_context // page_size)
+        self.budget_of = torch.zeros(self.max_context + 1, dtype=torch.int32, device=self.device)
+        self.lanes_made_for, self.graphs = None, {}
         self._make_pool(pool_pages)
 
     def _make_pool(self, pool_pages):
@@ -720,10 +731,8 @@ class Actor:
         self._check(prompts, n, max_new_tokens, temperature)
         self.schedule = schedule or Schedule.fraction(1.0, self.max_context, page_size=self.page_size)
         lengths = torch.arange(self.max_context + 1, device=self.device)
-        self.budget_of = self.schedule.pages(lengths)  # by cached length: the device looks its budgets up
-        self.temperature, self.max_new = temperature, max_new_tokens
-        self.stops = torch.tensor(list(stop_ids), dtype=torch.long, device=self.device)
-        self._make_lanes()
+        self.budget_of.copy_(self.schedule.pages(lengths))  # by cached length: the device looks its budgets up
+        self._make_lanes(max_new_tokens, temperature, list(stop_ids))
         self.queue, self.live, self.results, self.born = deque(), [], [None] * (len(prompts) * n), 0
         for i, ids in enumerate(prompts):
             prompt = _Prompt(list(map(int, ids)), n)
@@ -738,7 +747,7 @@ class Actor:
                 if self.live and steps:
                     self._grow(steps)
                     for _ in range(steps):
-                        self._decode(len(self.live))
+                        self._step()
                     for s in self.live:
                         s.emitted += steps
                     self.bar.update(steps * len(self.live))
@@ -758,8 +767,13 @@ class Actor:
                 raise ValueError(f"prompt {i} may need {need} pages of {self.page_size} tokens, but the page pool holds "
                                  f"{self.pool_pages}: raise --pool-pages or lower --max-new-tokens")
 
-    def _make_lanes(self):
+    def _make_lanes(self, max_new, temperature, stop_ids):
         """Device tensors, one row a lane; those in `own` belong to the sample and follow it through a preemption."""
+        if self.lanes_made_for == (max_new, temperature, stop_ids):
+            return
+        self.lanes_made_for, self.graphs = (max_new, temperature, stop_ids), {}
+        self.max_new, self.temperature = max_new, temperature
+        self.stops = torch.tensor(stop_ids, dtype=torch.long, device=self.device)
         R, M, d, every = self.rows, self.max_new, self.model.config.hidden_size, self.alpha_every
         def zeros(*shape, dtype=torch.float32):
             return torch.zeros(*shape, dtype=dtype, device=self.device)
@@ -773,7 +787,8 @@ class Actor:
 
     def _emit(self, lanes, hidden):
         """Draw the next token of `lanes` ([B] indices) from their last states [B,d] and write it down."""
-        o, at = self.own, self.own["emitted"][lanes]
+        o = self.own
+        at = o["emitted"][lanes].clamp(max=self.max_new - 1)  # an idle lane counts on
         token, logp = sample_tokens(self.model.logits(hidden), o["uniforms"][lanes, at], self.temperature)
         o["token"][lanes], o["ids"][lanes, at], o["logprobs"][lanes, at] = token, token, logp
         if self.alpha_every:
@@ -783,12 +798,40 @@ class Actor:
         o["stop_at"][lanes] = torch.where(first_stop, at, o["stop_at"][lanes])
         o["emitted"][lanes] = at + 1
 
-    def _decode(self, n):
-        """One token for lanes 0..n-1."""
+    def _step(self):
+        """One token for every live lane; on a GPU by a graph, of the next larger batch size that has one."""
+        n = len(self.live)
+        if self.device.type != "cuda":
+            return self._decode(n, max(-(-(s.cached + self.burst) // self.page_size) for s in self.live))
+        n = min(1 << (n - 1).bit_length(), self.rows)
+        key = (n, self.schedule.dense)
+        if key not in self.graphs:
+            self.graphs[key] = self._capture(n)
+        self.graphs[key].replay()
+
+    def _capture(self, n):
+        """Capturing runs nothing, but the warm-up before it does: on lanes made idle, which are put back after."""
+        kept = {name: tensor.clone() for name, tensor in self.own.items()}
+        table = self.table.clone()
+        self.table.zero_()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self._decode(n, self.row_pages)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._decode(n, self.row_pages)
+        self.table.copy_(table)
+        for name, tensor in kept.items():
+            self.own[name].copy_(tensor)
+        return graph
+
+    def _decode(self, n, width):
+        """One token for lanes 0..n-1, whose page tables are at most `width` pages wide."""
         lanes = torch.arange(n, device=self.device)
         before = self.own["lengths"][:n]
         after = before + 1
-        width = max(-(-(s.cached + self.burst) // self.page_size) for s in self.live)
         table, budgets = self.table[:n, :width], self.budget_of[after.long()]
 
         def attend(layer, q, k, v):
@@ -801,7 +844,7 @@ class Actor:
             return paged_attention(q, kp, vp, table, after, *chosen)[:, :, None]
 
         hidden = self.model.hidden_states(self.own["token"][:n, None], attend, before[:, None])[:, 0]
-        self.own["lengths"][:n] = after
+        self.own["lengths"][:n] = after.clamp(max=self.max_context - 1)  # an idle lane counts on
         self._emit(lanes, hidden)
 
     def _prefill(self, ids, pages, prompt_length):
@@ -907,9 +950,9 @@ class Actor:
         self._release(self.live[lane].pages)
         self.live[lane].pages = []
         last = self.live.pop()
+        self.changed.add(last)
         if lane < len(self.live):
             self.live[lane] = last
-            self.changed.add(last)
             for tensor in self.own.values():
                 tensor[lane] = tensor[len(self.live)]
 
@@ -926,6 +969,7 @@ class Actor:
             for lane, s in enumerate(self.live):
                 if s in self.changed:
                     self.host_table[lane, :len(s.pages)] = torch.tensor(s.pages, dtype=torch.int32)
+            self.host_table[len(self.live):] = 0
             self.table.copy_(self.host_table)
             self.changed.clear()
 

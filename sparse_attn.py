@@ -93,7 +93,8 @@ def select_pages_ref(q, landmarks, page_table, lengths, budgets, page_size=16, f
     q = q.view(B, G, H // G, D).float().sum(2)                                           # [B,G,D]
     scores = torch.einsum("bgd,bpgd->bgp", q, landmarks[page_table.long()].float())      # [B,G,P]
     order, counts = _choose(scores, lengths[:, None], budgets[:, None], page_size, first, last)
-    K = int(counts.max())  # the widest row; a narrower one ignores what stands behind its count
+    # Only the widest row's pages need be handed on; finding that width would stall a GPU and break a captured graph.
+    K = scores.shape[-1] if q.is_cuda else int(counts.max())
     return order[..., :K].int(), counts[:, 0].int()
 
 
@@ -103,7 +104,7 @@ def paged_attention_ref(q, k_pages, v_pages, page_table, lengths, pages=None, co
     (B, H, D), (N, G, S, _) = q.shape, k_pages.shape
     if pages is None:  # dense: every page of the row, in order
         counts = (lengths + S - 1) // S
-        pages = torch.arange(int(counts.max()), device=q.device, dtype=torch.int32).expand(B, G, -1)
+        pages = torch.arange(page_table.shape[1], device=q.device, dtype=torch.int32).expand(B, G, -1)
     K = pages.shape[-1]
     pool = page_table.long()[:, None].expand(-1, G, -1).gather(2, pages.long())          # [B,G,K] pool pages
     head = torch.arange(G, device=q.device)[:, None]

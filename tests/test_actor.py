@@ -3,9 +3,8 @@ import math
 
 import pytest
 import torch
-from conftest import make_checkpoint
 
-from sparrow import (Actor, Model, Schedule, acceptance, chunked_acceptance, sample_tokens, sample_uniforms, sparse_attend,
+from sparrow import (Actor, Model, Schedule, chunked_acceptance, sample_tokens, sample_uniforms, sparse_attend,
                      token_logprobs)
 from sparse_attn import DENSE
 
@@ -142,7 +141,7 @@ def test_prompt_pages_are_shared_and_given_back(tiny, prompts):
     prefills, lowest = [], []
     original, decode = actor._prefill, actor._decode
     actor._prefill = lambda ids, *a: prefills.append(len(ids)) or original(ids, *a)
-    actor._decode = lambda n: lowest.append(len(actor.free)) or decode(n)
+    actor._decode = lambda *a: lowest.append(len(actor.free)) or decode(*a)
     actor.generate([prompts[3]], 6, 3)
     assert prefills == [33], "six samples, one prefill"
     assert actor.pool_pages - min(lowest) == 8 + 6, "eight full pages shared, one page each of their own"

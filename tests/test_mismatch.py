@@ -4,8 +4,8 @@ import math
 import pytest
 import torch
 
-from sparrow import (Config, Model, acceptance, acceptance_topk, chunked_acceptance, sample_tokens, sample_uniforms, tail,
-                     token_logprobs)
+from sparrow import (Config, Model, acceptance, acceptance_topk, chunked_acceptance, sample_tokens, sample_uniforms,
+                     tail, token_logprobs)
 
 torch.set_num_threads(1)
 P, Q = torch.tensor([.6, .2, .1, .1]), torch.tensor([.4, .4, .15, .05])
@@ -59,7 +59,7 @@ def test_topk_bounds_of_the_known_pair():
 
 def test_topk_lists_the_actors_tokens():
     """Guards against the policy's top k: the actor (second argument) is the one that lists."""
-    p, q = torch.tensor([.7, .2, .1]).log(), torch.tensor([.1, .2, .7]).log()
+    p, q = torch.tensor([.7, .2, .1]).log(), torch.tensor([.2, .1, .7]).log()
     lower, upper = acceptance_topk(p, q, k=1)
     assert (lower.item(), upper.item()) == pytest.approx((0.1, 0.1 + min(.9, .3)), abs=1e-6)
 
@@ -122,8 +122,9 @@ def test_acceptance_in_chunks(chunk):
 
 # ---- tail -------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("fraction,n,rank", [(0.05, 100, 5), (0.05, 101, 6), (0.07, 100, 7), (0.05, 20, 1), (0.05, 21, 2),
-                                             (0.05, 1, 1), (0.01, 250, 3), (0.29, 100, 29), (0.5, 3, 2), (1.0, 9, 9)])
+@pytest.mark.parametrize("fraction,n,rank", [
+    (0.05, 100, 5), (0.05, 101, 6), (0.07, 100, 7), (0.05, 20, 1), (0.05, 21, 2), (0.05, 1, 1), (0.01, 250, 3),
+    (0.29, 100, 29), (0.5, 3, 2), (1.0, 9, 9)])
 def test_tail_is_the_order_statistic(fraction, n, rank):
     """Guards against interpolation, floor for ceil, an index off by one, and 0.07 * 100 = 7.000000000000001."""
     values = (torch.arange(1, n + 1).double() / (n + 1)).float()

@@ -21,10 +21,10 @@ DATA = Path(__file__).parents[2] / "shared" / "data" / "published_schedules.json
 @pytest.mark.parametrize("share", ["0.05", "0.07", "0.1", "0.13", "0.29", "0.3", "0.5", "0.7", "0.999", "1"])
 @pytest.mark.parametrize("page_size,min_pages", [(16, 32), (16, 1), (8, 4), (128, 0)])
 def test_fraction_is_the_exact_formula(share, page_size, min_pages):
-    """Guards against 0.1 * 30 pages being 4 (it is 3.0000000000000004 in floating point), floor for ceil, a floor
-    above the pages there are, and pages counted from the wrong number of tokens. Exact rational arithmetic here."""
+    """Guards against 0.07 * 100 pages being 8 (7.000000000000001 in floating point), floor for ceil, --min-pages above
+    the pages there are, and pages counted from the wrong number of tokens. Exact rational arithmetic here."""
     schedule = Schedule.fraction(float(share), page_size=page_size, min_pages=min_pages)
-    lengths = [*range(1, 700), 4095, 4096, 4097, 9999, 32767, 32768, 100000]
+    lengths = [*range(1, 700), *range(1500, 1700), 4095, 4096, 4097, 9999, 32767, 32768, 100000]
     want = []
     for length in lengths:
         P = -(-length // page_size)
@@ -33,8 +33,9 @@ def test_fraction_is_the_exact_formula(share, page_size, min_pages):
     assert schedule.dense == (share == "1")
 
 
-def test_a_tenth_of_thirty_pages_is_three():
-    """The same, by hand."""
+def test_fraction_by_hand():
+    """The same, by hand: 0.1 of 30 pages is 3 and not 4, and 0.07 of 100 is 7 and not 8."""
+    assert Schedule.fraction(0.07, min_pages=0).pages(1600) == 7
     assert Schedule.fraction(0.1, min_pages=0).pages(480) == 3
     assert Schedule.fraction(0.1, min_pages=0).pages(481) == 4
     assert Schedule.fraction(0.1).pages(480) == 30 and Schedule.fraction(0.1).pages(16 * 400) == 40
@@ -221,6 +222,12 @@ def test_unreached_bins_hold():
     c.update(*rows(8, 10, 2, bin=1))
     raised = math.ceil(20 * math.exp(0.75))
     assert c.schedule.bins == (20, raised, raised, 60)                        # raised: the next hold the last reached
+    c = Controller(table(20, 20))
+    c.update(*rows(8, 10, 10))
+    assert c.schedule.bins == (100, 100)
+    for _ in range(40):
+        c.update(*rows(400, 10))
+    assert c.schedule.bins[0] < 20 and c.schedule.bins[1] == 20               # there and back: their start again
 
 
 def test_old_evidence_decays_and_fades_when_the_budget_moves():
@@ -363,7 +370,8 @@ class PlainController:
             if S < 4:
                 continue
             e = x / n
-            se = max(math.sqrt(max(xx - 2 * e * xn + e * e * nn, 0)) / n, math.sqrt(self.eps * (1 - self.eps) / (20 * S)))
+            floor = math.sqrt(self.eps * (1 - self.eps) / (20 * S))
+            se = max(math.sqrt(max(xx - 2 * e * xn + e * e * nn, 0)) / n, floor)
             du = 5 * (e - self.eps) if e > self.eps else max(5 * min(0, e + se - self.eps), -0.1) * may_release
             u = min(max(self.u[i] + du, self.low[i]), self.high[i])
             self.sums[i] = [s * math.exp(-abs(u - self.u[i]) / 0.2) for s in self.sums[i]]
@@ -374,7 +382,7 @@ class PlainController:
 
 
 def random_step(g, n_bins, width, hardness):
-    """A ragged batch with NaN, padding and weights, whose alpha falls with position. -> alpha, positions, mask, weight"""
+    """Ragged, with NaN, padding and weights; alpha falls with position. -> alpha, positions, mask, weight"""
     N, T = 12, 40
     reach = torch.randint(1, n_bins * width, (N, 1), generator=g)
     positions = (torch.rand(N, T, generator=g) * reach).long()
@@ -427,7 +435,7 @@ def test_closed_loop(start):
     ends within 0.02 of epsilon, and budgets grow with position.
 
     alpha ~ Beta(a, 1), whose epsilon quantile is epsilon^(1/a); a rises with the budget and falls with position, so
-    that the quantile is tau exactly when bin i reads `need[i]` tokens. Rows end at random, in the first six of eight bins.
+    that the quantile is tau exactly when bin i reads `need[i]` tokens. Rows end in the first six of eight bins.
     """
     g, width, size, tau, eps = torch.Generator().manual_seed(2), 512, 16, 0.86, 0.05
     need = torch.tensor([64.0 + 96 * i for i in range(8)])

@@ -157,8 +157,9 @@ def test_selection_is_the_naive_loop(first, last, shuffle):
 
 def test_ties_go_to_the_lower_page():
     """Guards against an unstable sort: with every score equal, the pages after the sink are the lowest."""
-    pages, counts = select_pages(torch.zeros(1, 4, 8), torch.randn(64, 2, 8), torch.arange(64).int()[None], ints([1024]),
-                                 ints([9]))
+    q, marks, table = torch.zeros(1, 4, 8), torch.randn(64, 2, 8), torch.arange(64).int()[None]
+    pages, counts = select_pages(q, marks, table, ints([1024]), ints([9]))
+    assert counts.tolist() == [9]
     for g in range(2):
         assert sorted(pages[0, g, :9].tolist()) == [0, 1, 2, 3, 4, 5, 6, 62, 63]
 
@@ -219,7 +220,7 @@ def test_decode_over_selected_pages_with_unequal_counts(H, G, D, S):
 
 
 def test_order_of_pages_does_not_matter():
-    """Guards against a mask built from the place in the list instead of the page: the short last page may come first."""
+    """Guards against a mask built from the place in the list, not the page: the short last page may come first."""
     _, _, kp, vp, _, table = make_cache([50], 2, 64, 16)
     q, pages = torch.randn(1, 4, 64), ints([0, 1, 2, 3]).expand(1, 2, 4)
     a = paged_attention(q, kp, vp, table, ints([50]), pages, ints([4]))
@@ -280,7 +281,8 @@ def naive_sparse(q, k, v, mask):
     return att.softmax(-1) @ v
 
 
-@pytest.mark.parametrize("H,G,D,T", [(14, 2, 64, 50), (12, 2, 80, 17), (28, 4, 96, 16), (40, 8, 128, 15), (4, 2, 64, 1)])
+@pytest.mark.parametrize("H,G,D,T", [(14, 2, 64, 50), (12, 2, 80, 17), (28, 4, 96, 16), (40, 8, 128, 15),
+                                     (4, 2, 64, 1)])
 def test_dense_budget_is_causal_attention(H, G, D, T):
     """Guards against a prompt (budget DENSE) that is not plain causal attention, an overflow of DENSE included."""
     q, k, v = qkv(2, H, G, T, D)

@@ -1,0 +1,70 @@
+"""What only a GPU can show: bf16 actor against bf16 policy, references on CUDA tensors. Skipped without one."""
+import pytest
+import torch
+
+from sparrow import Actor, Model, Schedule, chunked_acceptance, sparse_attend, token_logprobs
+from sparse_attn import DENSE, append_kv, paged_attention, select_pages, sparse_attention
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+@pytest.fixture(scope="module")
+def policy(checkpoints):
+    model = Model.from_pretrained(checkpoints["qwen3"][0], "cuda")
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim > 1:
+                p.mul_(0.3)
+    model.dtype = torch.bfloat16
+    return model
+
+
+def states(policy, rollout, attend=None):
+    ids = torch.tensor([rollout.prompt_ids + rollout.ids], device="cuda")
+    with torch.no_grad():
+        args = (ids, attend) if attend else (ids,)
+        return policy(*args, head=lambda h, _: h)[0, len(rollout.prompt_ids) - 1:-1]
+
+
+def test_dense_actor_agrees_with_the_policy_to_bf16_rounding(policy, random_ids):
+    actor = Actor(policy, rows=16, max_context=256)
+    rollouts = actor.generate([random_ids(n).tolist() for n in (5, 16, 33)], 4, 150, 1.0)
+    alpha = torch.cat([chunked_acceptance(policy.logits, states(policy, r), r.hidden) for r in rollouts])
+    assert alpha.min() > 0.97 and alpha.mean() > 0.99
+
+
+def test_sparse_actor_agrees_with_teacher_forcing_to_bf16_rounding(policy, random_ids):
+    schedule = Schedule((4, 5, 6), 40, 8)
+    actor = Actor(policy, rows=16, max_context=256, page_size=8, dense_layers=1)
+    rollouts = actor.generate([random_ids(n).tolist() for n in (5, 16, 33)], 4, 150, 1.0, schedule)
+    forced, dense = [], []
+    for r in rollouts:
+        budgets = schedule.pages(torch.arange(1, len(r.prompt_ids) + len(r.ids) + 1, device="cuda"))
+        budgets[:len(r.prompt_ids)] = DENSE
+        forced.append(chunked_acceptance(policy.logits, states(policy, r, sparse_attend(budgets, 1, 8)), r.hidden))
+        dense.append(chunked_acceptance(policy.logits, states(policy, r), r.hidden))
+    forced, dense = torch.cat(forced), torch.cat(dense)
+    # a near tie between two pages may fall the other way in bf16; almost all tokens must agree
+    assert (forced > 0.97).float().mean() > 0.9 and forced.mean() > dense.mean() + 0.02
+
+
+@pytest.mark.parametrize("heads, kv, dim", [(16, 8, 128), (14, 2, 64), (40, 8, 128), (12, 2, 80)])
+def test_operations_on_the_gpu_equal_those_on_the_cpu(heads, kv, dim):
+    g = torch.Generator().manual_seed(0)
+    B, T, S = 3, 50, 16
+    q, k, v = (torch.randn(B, n, T, dim, generator=g) for n in (heads, kv, kv))
+    table = (torch.randperm(12, generator=g) + 1).view(3, 4).int()
+    out = []
+    for device in ("cpu", "cuda"):
+        pools = [torch.zeros(13, kv, S, dim, device=device) for _ in range(2)]
+        marks = torch.zeros(13, kv, dim, device=device)
+        for t in range(T):
+            n = torch.full((B,), t, dtype=torch.int32, device=device)
+            kt, vt, qt = (x[:, :, t].to(device) for x in (k, v, q))
+            append_kv(kt, vt, *pools, marks, table.to(device), n)
+        budgets = torch.tensor([3, 4, 1], dtype=torch.int32, device=device)
+        chosen = select_pages(qt, marks, table.to(device), n + 1, budgets)
+        forced = sparse_attention(*(x.to(device) for x in (q, k, v)), torch.full((T,), 3, dtype=torch.int32, device=device))
+        out.append([x.cpu() for x in (paged_attention(qt, *pools, table.to(device), n + 1, *chosen), *marks, forced)])
+    for a, b in zip(*out):
+        assert (a - b).abs().max() < 1e-4
