@@ -75,7 +75,7 @@ def chain(rng, leaves=20, lines=24, answers=4, far=False, give_up=0.0):
                    "".join(f"{x}{value[x]}" for x in asked), "chain", trace="".join(work[:stop]) + f"#{guess}.")
 
 
-def countdown(rng, count=4, largest=20, give_up=0.0):
+def countdown(rng, count=3, largest=20):
     """Reach a target between 1 and 100 from `count` numbers in 1..largest; every target made has a solution."""
     if not (2 <= count <= 6 and largest >= 2):
         raise ValueError(f"countdown:{count},{largest}: need 2 to 6 numbers, the largest at least 2")
