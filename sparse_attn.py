@@ -18,17 +18,27 @@ may keep, its *budget*, is a number per row and per token: `sparrow.Schedule` de
                       differentiable. What decoding gave token by token, this gives in one pass; so it can score a
                       rollout, train the sparse actor, and refill the cache of a row that was pushed out of memory.
 
-Each operation has a PyTorch reference, `*_ref`, written to be read. The unsuffixed name is what the rest of the
-project calls; it asserts shapes and types first, then picks the implementation for the device.
+Each operation has a PyTorch reference, `*_ref`, written to be read, and those of the decode step a Triton kernel,
+`*_triton`, of the same signature. The unsuffixed name is what the rest of the project calls; it asserts shapes and
+types first, then picks the implementation for the device.
 
 Shape legend: B rows, T tokens, H query heads, G KV heads, R = H/G query heads per KV head, D head dim, N pages in the
 pool, P pages of a row (the page table's width), S page size, K selected pages.
 
     python sparse_attn.py        checks the references against each other and against dense attention
 """
+from types import SimpleNamespace
+
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
+
+try:
+    import triton
+    import triton.language as tl
+    jit = triton.jit
+except ImportError:  # no Triton on this platform: everything runs on the references
+    triton, tl, jit = None, SimpleNamespace(constexpr=int), lambda f: f
 
 DENSE = 2**30  # a budget that covers every page: such a position attends densely
 
@@ -93,8 +103,7 @@ def select_pages_ref(q, landmarks, page_table, lengths, budgets, page_size=16, f
     q = q.view(B, G, H // G, D).float().sum(2)                                           # [B,G,D]
     scores = torch.einsum("bgd,bpgd->bgp", q, landmarks[page_table.long()].float())      # [B,G,P]
     order, counts = _choose(scores, lengths[:, None], budgets[:, None], page_size, first, last)
-    # Only the widest row's pages need be handed on; finding that width would stall a GPU and break a captured graph.
-    K = scores.shape[-1] if q.is_cuda else int(counts.max())
+    K = int(counts.max())  # the widest row; a narrower one ignores what stands behind its count
     return order[..., :K].int(), counts[:, 0].int()
 
 
@@ -161,8 +170,165 @@ def _sparse_chunk(q, k, v, means, running, budgets, t0, S, first, last):
     return (att @ v.float()[:, :, None]).view(B, H, C, D).to(q.dtype)
 
 
+# ---- Triton kernels of the decode step --------------------------------------------------------------------------
+# Decoding is bound by bytes, so each kernel reads what it must once and keeps nothing else in memory. Lengths, budgets
+# and page tables are read on the device: a captured CUDA graph stays right while they change. TRITON_INTERPRET=1 runs
+# all of them on CPU tensors, which is how they are tested without a GPU.
+
+
+@jit
+def _append_kernel(k, v, k_pages, v_pages, landmarks, table, lengths, k_row, k_head, v_row, v_head, table_row,
+                   G, S: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    """One program a (row, KV head): write one key and value, average the page's keys anew (S is small)."""
+    b, g = tl.program_id(0), tl.program_id(1)
+    n = tl.load(lengths + b)
+    page = tl.load(table + b * table_row + n // S).to(tl.int64) * G + g
+    slot, d, s = n % S, tl.arange(0, BD), tl.arange(0, S)
+    key = tl.load(k + b * k_row + g * k_head + d, d < D, 0.0).to(k_pages.dtype.element_ty)
+    value = tl.load(v + b * v_row + g * v_head + d, d < D, 0.0)
+    before = tl.load(k_pages + (page * S + s[:, None]) * D + d, (s[:, None] < slot) & (d < D), 0.0)  # [S,D]
+    mean = (tl.sum(before.to(tl.float32), 0) + key.to(tl.float32)) / (slot + 1)
+    tl.store(k_pages + (page * S + slot) * D + d, key, d < D)
+    tl.store(v_pages + (page * S + slot) * D + d, value, d < D)
+    tl.store(landmarks + page * D + d, mean, d < D)
+
+
+def append_kv_triton(k, v, k_pages, v_pages, landmarks, page_table, lengths):
+    (B, G, D), S = k.shape, k_pages.shape[2]
+    _append_kernel[B, G](k, v, k_pages, v_pages, landmarks, page_table, lengths, k.stride(0), k.stride(1), v.stride(0),
+                         v.stride(1), page_table.stride(0), G, S, D, triton.next_power_of_2(D), num_warps=1)
+
+
+@jit
+def _score_kernel(q, landmarks, table, lengths, scores, q_row, q_head, table_row, P, G, first, last, R: tl.constexpr,
+                  S: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BP: tl.constexpr):
+    """One program a (row, KV head, block of pages): q . landmark; reserved pages +inf, pages not there -inf."""
+    b, g = tl.program_id(0), tl.program_id(1)
+    d, p = tl.arange(0, BD), tl.program_id(2) * BP + tl.arange(0, BP)
+    n_pages = (tl.load(lengths + b) + S - 1) // S
+    there = p < n_pages
+    query = tl.zeros([BD], tl.float32)
+    for r in tl.static_range(R):
+        query += tl.load(q + b * q_row + (g * R + r) * q_head + d, d < D, 0.0).to(tl.float32)
+    page = tl.load(table + b * table_row + p, there, 0).to(tl.int64) * G + g
+    marks = tl.load(landmarks + page[:, None] * D + d, there[:, None] & (d < D), 0.0).to(tl.float32)  # [BP,BD]
+    score = tl.sum(marks * query, 1)
+    score = tl.where((p < first) | (p >= n_pages - last), float("inf"), score)
+    score = tl.where(there, score, float("-inf"))
+    tl.store(scores + (b * G + g) * P + p, score, p < P)
+
+
+@jit
+def _top_kernel(scores, lengths, budgets, pages, counts, P, G, reserved, S: tl.constexpr, BP: tl.constexpr):
+    """One program a (row, KV head): the exact `count` best, ties to the lower page, in ascending order.
+
+    A float's bits, its negative half turned over, order like unsigned integers; so the count-th largest score is found
+    bit by bit, 32 counts over the row, with no sort. Ties at it are settled by a prefix sum.
+    """
+    b, g, p = tl.program_id(0), tl.program_id(1), tl.arange(0, BP)
+    score = tl.load(scores + (b * G + g) * P + p, p < P, float("-inf")) + 0.0  # -0.0 becomes 0.0
+    count = tl.minimum(tl.maximum(tl.load(budgets + b), reserved), (tl.load(lengths + b) + S - 1) // S)
+    bits = score.to(tl.uint32, bitcast=True)
+    key = tl.where(bits >> 31 != 0, ~bits, bits | 0x80000000)
+    cut = tl.zeros([], tl.uint32)
+    for i in tl.static_range(32):
+        trial = cut | (1 << (31 - i))
+        cut = tl.where(tl.sum((key >= trial).to(tl.int32)) >= count, trial, cut)
+    above, equal = (key > cut).to(tl.int32), (key == cut).to(tl.int32)
+    keep = (above > 0) | ((equal > 0) & (tl.cumsum(equal, 0) <= count - tl.sum(above)))
+    place = tl.cumsum(keep.to(tl.int32), 0) - 1
+    tl.store(pages + (b * G + g) * P + place, p, keep)
+    tl.store(counts + b, count)  # every head writes the same
+
+
+def select_pages_triton(q, landmarks, page_table, lengths, budgets, page_size=16, first=1, last=2):
+    (B, H, D), G, P = q.shape, landmarks.shape[1], page_table.shape[1]
+    scores = torch.empty(B, G, P, device=q.device)
+    pages, counts = (torch.empty(shape, dtype=torch.int32, device=q.device) for shape in ((B, G, P), (B,)))
+    block = min(64, triton.next_power_of_2(P))
+    _score_kernel[B, G, triton.cdiv(P, block)](
+        q, landmarks, page_table, lengths, scores, q.stride(0), q.stride(1), page_table.stride(0), P, G, first, last, H // G,
+        page_size, D, triton.next_power_of_2(D), block, num_warps=4)
+    _top_kernel[B, G](scores, lengths, budgets, pages, counts, P, G, first + last, page_size, triton.next_power_of_2(P),
+                      num_warps=4)
+    return pages, counts
+
+
+@jit
+def _attend_kernel(q, k_pages, v_pages, table, lengths, pages, counts, parts, stats, q_row, q_head, table_row, K, G, scale,
+                   R: tl.constexpr, BR: tl.constexpr, S: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+                   SPLITS: tl.constexpr, TILE: tl.constexpr, SELECTED: tl.constexpr):
+    """One program a (row, KV head, split of the tokens): online softmax over its tiles, for the group's R queries at once.
+
+    Tokens are counted over the pages kept: token j is in the (j // S)-th of them. A split with no tokens leaves weight 0.
+    """
+    b, g, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    r, d, t = tl.arange(0, BR), tl.arange(0, BD), tl.arange(0, TILE)
+    length = tl.load(lengths + b)
+    total = tl.load(counts + b) * S if SELECTED else length
+    per_split = tl.cdiv(tl.cdiv(total, TILE), SPLITS) * TILE
+    query = tl.load(q + b * q_row + (g * R + r[:, None]) * q_head + d, (r[:, None] < R) & (d < D), 0.0)  # [BR,BD]
+    best = tl.full([BR], float("-inf"), tl.float32)
+    weight, acc = tl.zeros([BR], tl.float32), tl.zeros([BR, BD], tl.float32)
+    for start in range(split * per_split, tl.minimum((split + 1) * per_split, total), TILE):
+        j = start + t
+        logical = j // S
+        if SELECTED:
+            logical = tl.load(pages + (b * G + g) * K + logical, j < total, 0)
+        there = (j < total) & (logical * S + j % S < length)
+        page = tl.load(table + b * table_row + logical, there, 0).to(tl.int64) * G + g
+        at = ((page * S + j % S) * D)[:, None] + d                                        # [TILE,BD] 64-bit offsets
+        ok = there[:, None] & (d < D)
+        key = tl.load(k_pages + at, ok, 0.0)
+        value = tl.load(v_pages + at, ok, 0.0)
+        score = tl.dot(query.to(key.dtype), tl.trans(key), input_precision="ieee") * scale  # [BR,TILE]
+        score = tl.where(there, score, float("-inf"))
+        top = tl.maximum(best, tl.max(score, 1))
+        safe = tl.where(top == float("-inf"), 0.0, top)  # a tile may hold no valid token
+        p = tl.exp(score - safe[:, None])
+        fade = tl.exp(best - safe)
+        weight = weight * fade + tl.sum(p, 1)
+        acc = acc * fade[:, None] + tl.dot(p.to(value.dtype), value, input_precision="ieee")
+        best = top
+    row = ((b * G + g) * SPLITS + split) * R + r
+    tl.store(parts + row[:, None] * D + d, acc, (r[:, None] < R) & (d < D))
+    tl.store(stats + row * 2, best, r < R)
+    tl.store(stats + row * 2 + 1, weight, r < R)
+
+
+@jit
+def _merge_kernel(parts, stats, out, R: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, SPLITS: tl.constexpr):
+    """One program a (row * KV head, query of the group): join the splits, each weighted by exp(its maximum)."""
+    bg, r, d, s = tl.program_id(0), tl.program_id(1), tl.arange(0, BD), tl.arange(0, SPLITS)
+    row = (bg * SPLITS + s) * R + r
+    best, weight = tl.load(stats + row * 2), tl.load(stats + row * 2 + 1)
+    scale = tl.exp(best - tl.max(best, 0))
+    acc = tl.load(parts + row[:, None] * D + d, d < D, 0.0)
+    result = tl.sum(acc * scale[:, None], 0) / tl.sum(weight * scale, 0)
+    tl.store(out + (bg * R + r) * D + d, result, d < D)
+
+
+def paged_attention_triton(q, k_pages, v_pages, page_table, lengths, pages=None, counts=None, splits=None):
+    (B, H, D), (N, G, S, _) = q.shape, k_pages.shape
+    R, BD, K = H // G, triton.next_power_of_2(D), page_table.shape[1] if pages is None else pages.shape[2]
+    if splits is None:  # about four programs a multiprocessor, and no split under a few tiles
+        programs = 4 * torch.cuda.get_device_properties(q.device).multi_processor_count
+        splits = max(1, min(32, programs // (B * G), K * S // 256))
+    splits = triton.next_power_of_2(splits)
+    parts = torch.empty(B, G, splits, R, D, device=q.device)
+    stats = torch.empty(B, G, splits, R, 2, device=q.device)
+    out = torch.empty(B, H, D, dtype=q.dtype, device=q.device)
+    dense = pages is None
+    _attend_kernel[B, G, splits](
+        q, k_pages, v_pages, page_table, lengths, lengths if dense else pages, lengths if dense else counts, parts, stats,
+        q.stride(0), q.stride(1), page_table.stride(0), K, G, D**-0.5, R, max(16, triton.next_power_of_2(R)), S, D, BD, splits,
+        64, not dense, num_warps=4)
+    _merge_kernel[B * G, R](parts, stats, out, R, D, BD, splits, num_warps=1)
+    return out
+
+
 # ---- the names the project calls --------------------------------------------------------------------------------
-# On CUDA tensors these run the same references until a kernel stands beside each of them.
+# CUDA tensors go to the kernels, the rest to the references; `sparse_attention` is its reference everywhere as yet.
 
 def append_kv(k, v, k_pages, v_pages, landmarks, page_table, lengths):
     """Write token `lengths[b]` of each row into its page and refresh that page's landmark, in place.
@@ -173,7 +339,8 @@ def append_kv(k, v, k_pages, v_pages, landmarks, page_table, lengths):
     (B, G, D), (N, _, S, _) = k.shape, k_pages.shape
     assert v.shape == k.shape and k_pages.shape == v_pages.shape == (N, G, S, D) and landmarks.shape == (N, G, D)
     assert page_table.dtype == lengths.dtype == torch.int32 and len(page_table) == len(lengths) == B
-    append_kv_ref(k, v, k_pages, v_pages, landmarks, page_table, lengths)
+    assert k_pages.is_contiguous() and v_pages.is_contiguous() and landmarks.is_contiguous() and k.stride(-1) == 1
+    (append_kv_triton if k.is_cuda else append_kv_ref)(k, v, k_pages, v_pages, landmarks, page_table, lengths)
 
 
 def select_pages(q, landmarks, page_table, lengths, budgets, page_size=16, first=1, last=2):
@@ -188,7 +355,9 @@ def select_pages(q, landmarks, page_table, lengths, budgets, page_size=16, first
     assert H % G == 0, f"{H} query heads do not divide into {G} KV heads"
     assert page_table.dtype == lengths.dtype == budgets.dtype == torch.int32
     assert len(page_table) == len(lengths) == len(budgets) == B
-    return select_pages_ref(q, landmarks, page_table, lengths, budgets, page_size, first, last)
+    assert landmarks.is_contiguous() and q.stride(-1) == 1
+    select = select_pages_triton if q.is_cuda else select_pages_ref
+    return select(q, landmarks, page_table, lengths, budgets, page_size, first, last)
 
 
 def paged_attention(q, k_pages, v_pages, page_table, lengths, pages=None, counts=None):
@@ -201,7 +370,9 @@ def paged_attention(q, k_pages, v_pages, page_table, lengths, pages=None, counts
     assert H % G == 0 and k_pages.shape == v_pages.shape == (N, G, S, D)
     assert page_table.dtype == lengths.dtype == torch.int32 and len(page_table) == len(lengths) == B
     assert (pages is None) == (counts is None), "pages and counts come together, from select_pages"
-    return paged_attention_ref(q, k_pages, v_pages, page_table, lengths, pages, counts)
+    assert k_pages.is_contiguous() and v_pages.is_contiguous() and q.stride(-1) == 1
+    attend = paged_attention_triton if q.is_cuda else paged_attention_ref
+    return attend(q, k_pages, v_pages, page_table, lengths, pages, counts)
 
 
 def sparse_attention(q, k, v, budgets, page_size=16, first=1, last=2):

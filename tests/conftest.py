@@ -6,10 +6,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before sparse_attn: its kernels then run on CPU tensors
+
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from sparrow import Config, Model
+from sparrow import Model
 
 transformers.logging.set_verbosity_error()
 SMALL = dict(vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6,

@@ -1,0 +1,106 @@
+"""Every Triton kernel against its reference: under the interpreter on a CPU (conftest sets it), compiled on a GPU."""
+import pytest
+import torch
+
+sa = pytest.importorskip("sparse_attn")
+pytestmark = pytest.mark.skipif(sa.triton is None, reason="no Triton on this platform")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]
+SHAPES = [(4, 2, 32, 16), (14, 2, 64, 16), (12, 2, 80, 8), (5, 5, 96, 32), (10, 2, 128, 64)]  # H, G, D, S
+
+
+def cache(H, G, D, S, lengths, dtype=torch.float32, seed=0):
+    """Rows of the given lengths on shuffled pages, full of random keys; -> q, pools, landmarks, table, lengths."""
+    g = torch.Generator().manual_seed(seed)
+    B, P = len(lengths), max(-(-n // S) for n in lengths) + 1
+    N = B * P + 1
+    table = (torch.randperm(B * P, generator=g) + 1).view(B, P).int()
+    k, v = (torch.randn(N, G, S, D, generator=g) for _ in range(2))
+    marks, q = torch.randn(N, G, D, generator=g), torch.randn(B, H, D, generator=g)
+    q, k, v, marks = (x.to(DEVICE, dtype) for x in (q, k, v, marks))
+    return q, k, v, marks, table.to(DEVICE), torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+
+
+def close(a, b, dtype):
+    return (a.float() - b.float()).abs().max() < (1e-5 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("H, G, D, S", SHAPES)
+def test_append(H, G, D, S, dtype):
+    for lengths in ([0, 1, S - 1, S, 2 * S + 3],):
+        _, k, v, marks, table, n = cache(H, G, D, S, lengths, dtype)
+        k[:] = float("nan") if S == 8 else k  # stale keys behind the slot must not be read
+        for b, length in enumerate(lengths):
+            k[table[b, length // S].long(), :, :length % S] = 1.0
+        new = torch.randn(2, len(lengths), G, D, device=DEVICE).to(dtype)
+        ref, got = ([x.clone() for x in (k, v, marks)] for _ in range(2))
+        if S == 8:
+            ref[0] = ref[0].nan_to_num(0.0)
+        sa.append_kv_ref(*new, *ref, table, n)
+        sa.append_kv_triton(*new, *got, table, n)
+        for a, b in zip(ref, got):
+            assert close(a, b.nan_to_num(0.0), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("H, G, D, S", SHAPES)
+def test_select(H, G, D, S, dtype):
+    lengths = [1, S, S + 1, 7 * S, 7 * S + 5, 11 * S - 1]
+    q, _, _, marks, table, n = cache(H, G, D, S, lengths, dtype)
+    for first, last, budgets in ((1, 2, [1, 3, 9, 4, 5, 7]), (0, 1, [1, 2, 3, 4, 5, 6]), (2, 0, [20] * 6)):
+        budgets = torch.tensor(budgets, dtype=torch.int32, device=DEVICE)
+        ref, count = sa.select_pages_ref(q, marks, table, n, budgets, S, first, last)
+        got, counts = sa.select_pages_triton(q, marks, table, n, budgets, S, first, last)
+        assert torch.equal(count, counts)
+        for b, c in enumerate(count.tolist()):
+            assert torch.equal(ref[b, :, :c].sort().values, got[b, :, :c].sort().values)
+
+
+def test_select_breaks_ties_toward_the_lower_page():
+    """Equal, zero, negative-zero and infinite-free scores: a landmark of zeros scores 0.0 or -0.0."""
+    q, _, _, marks, table, n = cache(4, 2, 32, 16, [16 * 20, 16 * 9])
+    marks.zero_()
+    marks[::2] *= -1.0
+    budgets = torch.tensor([9, 6], dtype=torch.int32, device=DEVICE)
+    got, _ = sa.select_pages_triton(q, marks, table, n, budgets)
+    assert got[0, 1, :9].tolist() == [0, 1, 2, 3, 4, 5, 6, 18, 19] and got[1, 0, :6].tolist() == [0, 1, 2, 3, 7, 8]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("H, G, D, S", SHAPES)
+@pytest.mark.parametrize("splits", [1, 4])
+def test_attend(H, G, D, S, splits, dtype):
+    """Also rows shorter than the number of splits: an empty split must not make the merge NaN."""
+    q, k, v, marks, table, n = cache(H, G, D, S, [1, 5, S, S + 1, 70, 3 * S + 2], dtype)
+    assert close(sa.paged_attention_triton(q, k, v, table, n, splits=splits), sa.paged_attention_ref(q, k, v, table, n), dtype)
+    budgets = torch.tensor([1, 3, 2, 4, 3, 3], dtype=torch.int32, device=DEVICE)
+    chosen = sa.select_pages_ref(q, marks, table, n, budgets, S, 1, 1)
+    ref = sa.paged_attention_ref(q, k, v, table, n, *chosen)
+    assert close(sa.paged_attention_triton(q, k, v, table, n, *chosen, splits=splits), ref, dtype)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 4, 8])
+def test_every_length_in_every_number_of_splits(splits):
+    lengths = [1, 2, 3, 5, 15, 16, 17, 33, 63, 64, 65, 70]
+    q, k, v, _, table, n = cache(6, 2, 32, 16, lengths)
+    got = sa.paged_attention_triton(q, k, v, table, n, splits=splits)
+    assert (got - sa.paged_attention_ref(q, k, v, table, n)).abs().max() < 1e-6
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs 18 GB of GPU memory")
+def test_a_pool_of_more_than_2_to_the_31_elements():
+    """Page 131072 x stride 16384 is 2147483648, not negative."""
+    N, G, S, D = 131072 + 64, 8, 16, 128
+    k, v = (torch.zeros(N, G, S, D, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    marks = torch.zeros(N, G, D, dtype=torch.bfloat16, device="cuda")
+    table = (torch.arange(N - 8, N, dtype=torch.int32, device="cuda"))[None]
+    for t in range(100):
+        x = torch.randn(2, 1, G, D, device="cuda").bfloat16()
+        sa.append_kv(*x, k, v, marks, table, torch.tensor([t], dtype=torch.int32, device="cuda"))
+    q = torch.randn(1, 16, D, device="cuda").bfloat16()
+    n = torch.tensor([100], dtype=torch.int32, device="cuda")
+    chosen = sa.select_pages(q, marks, table, n, torch.tensor([5], dtype=torch.int32, device="cuda"))
+    last = (k[-8:].clone(), v[-8:].clone())
+    ref = sa.paged_attention_ref(q, *last, table - (N - 8), n, *chosen)
+    assert close(sa.paged_attention(q, k, v, table, n, *chosen), ref, torch.bfloat16)
