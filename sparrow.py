@@ -30,7 +30,6 @@ import argparse
 import json
 import math
 import os
-import sys
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -471,12 +470,16 @@ class Schedule:
         """Budget in pages of a query with `length` cached tokens (itself included). int -> int; tensor -> int32 tensor."""
         if isinstance(length, int):
             return int(self.pages(torch.tensor(length)))
-        have = (length + self.page_size - 1) // self.page_size
+        have = self.have(length)
         if self.share is not None:
             want = (have.double() * self.share - 1e-9).ceil()
         else:
             want = torch.tensor(self.bins, device=length.device)[(length // self.bin_tokens).clamp(max=len(self.bins) - 1)]
         return torch.minimum(want.clamp(min=self.min_pages), have).int()
+
+    def have(self, length):
+        """Pages that `length` tokens fill."""
+        return (length + self.page_size - 1) // self.page_size
 
     @property
     def dense(self):
@@ -594,6 +597,17 @@ class Controller:
 
 def _running(mean, value, decay=0.8):
     return value if mean is None else decay * mean + (1 - decay) * value
+
+
+def encode_prompt(tokenizer, text, chat="auto"):
+    """Prompt ids, in the tokenizer's chat template if it has one (chat="auto"), always ("on") or never ("off")."""
+    has_template = getattr(tokenizer, "chat_template", None) is not None
+    if chat == "on" and not has_template:
+        raise ValueError("--chat on: this tokenizer has no chat template; use --chat off")
+    if has_template and chat != "off":
+        text = tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True)
+        return tokenizer.encode(text, add_special_tokens=False)
+    return tokenizer.encode(text)
 
 
 # ---- actor: generate with a paged, sparse cache -----------------------------------------------------------------
@@ -993,3 +1007,54 @@ class Actor:
                                            "stop" if stop >= 0 else "length")
             self.bar.total -= self.max_new - s.emitted
             self._unseat(lane)
+
+
+# ---- python sparrow.py ------------------------------------------------------------------------------------------
+
+
+def main(argv=None):
+    """Generate with the sparse actor, and say how far it is from the dense policy."""
+    p = argparse.ArgumentParser(prog="sparrow.py", allow_abbrev=False, description=main.__doc__)
+    p.add_argument("--model", required=True, help="checkpoint folder or Hub name")
+    p.add_argument("--prompt", required=True, help="text; put into the chat template if the tokenizer has one")
+    p.add_argument("--n", type=int, default=1, help="samples (default 1)")
+    p.add_argument("--max-new-tokens", type=int, default=256, help="longest response (default 256)")
+    p.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default 1)")
+    p.add_argument("--budget", type=float, default=0.1, help="share of the cached pages read, in (0, 1] (default 0.1)")
+    p.add_argument("--schedule", help="a published table or a schedule file instead of --budget")
+    p.add_argument("--min-pages", type=int, default=4, help="floor of --budget (default 4)")
+    p.add_argument("--page-size", type=int, default=16, help="tokens in a KV page (default 16)")
+    p.add_argument("--dense-layers", type=int, default=2, help="first layers that stay dense (default 2)")
+    p.add_argument("--seed", type=int, default=0, help="seeds the samples (default 0)")
+    args = p.parse_args(argv)
+    try:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        model = Model.from_pretrained(args.model, device)
+        if model.tokenizer is None:
+            raise ValueError(f"model '{args.model}' has no tokenizer (tokenizer.json)")
+        model.dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        prompt = encode_prompt(model.tokenizer, args.prompt)
+        context = len(prompt) + args.max_new_tokens
+        schedule = (Schedule.load(args.schedule, args.page_size) if args.schedule else
+                    Schedule.fraction(args.budget, context, page_size=args.page_size, min_pages=args.min_pages))
+        actor = Actor(model, args.n, context, page_size=args.page_size, dense_layers=args.dense_layers)
+        rollouts = actor.generate([prompt], args.n, args.max_new_tokens, args.temperature, schedule, model.stop_ids,
+                                  args.seed, progress=True)
+    except (ValueError, OSError) as error:
+        p.error(str(error))
+    alphas, read, had = [], 0, 0
+    for i, r in enumerate(rollouts):
+        print(f"--- sample {i + 1}: {len(r.ids)} tokens, {r.finish}\n{model.tokenizer.decode(r.ids, skip_special_tokens=True)}")
+        with torch.no_grad():
+            ids = torch.tensor([r.prompt_ids + r.ids], device=device)
+            states = model(ids, head=lambda h, _: h)[0, len(prompt) - 1:-1]
+            alphas.append(chunked_acceptance(model.logits, states, r.hidden, args.temperature or 1.0))
+        lengths = torch.arange(len(prompt), len(prompt) + len(r.ids))
+        read, had = read + schedule.pages(lengths).sum().item(), had + schedule.have(lengths).sum().item()
+    alpha = torch.cat(alphas)
+    print(f"--- read {read / had:.0%} of the cached pages; alpha against the dense policy: mean {alpha.mean():.4f}, "
+          f"5% quantile {tail(alpha):.3f}, 1% quantile {tail(alpha, fraction=0.01):.3f}, lowest {alpha.min():.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -36,8 +36,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparrow import (Actor, Config, Controller, Model, Rollout, Schedule, chunked_acceptance, gather_logprobs, tail,
-                     token_logprobs)
+from sparrow import (Actor, Config, Controller, Model, Rollout, Schedule, chunked_acceptance, encode_prompt,
+                     gather_logprobs, tail, token_logprobs)
 from verify import grade, load_problems, parse_task
 
 import torch
@@ -98,12 +98,12 @@ def parse_args(argv=None):
     flag("--weight-decay", 0.0, "of AdamW")
     flag("--micro-tokens", 16384, "tokens in one forward pass: memory only, the mathematics stays", 8192)
     # supervised warm start on a procedural task's own traces
-    flag("--warm-start", 0, "supervised steps on the task's worked traces before GRPO", 540)
+    flag("--warm-start", 0, "supervised steps on the task's worked traces before GRPO", 480)
     flag("--warm-dir", None, "where the warm-started model is kept and looked for (default OUT/warm)")
     flag("--warm-lr", 1e-5, "AdamW learning rate of the warm start", 3e-3)
     flag("--warm-muon", 0.0, "Muon learning rate for hidden matrices in the warm start; 0: AdamW for all", 0.02)
     flag("--warm-tokens", 16384, "tokens in a warm-start step", 4000)
-    flag("--give-up", 0.0, "share of the warm start's chain traces that stop working half-way and guess, a habit for GRPO to break", 0.5)
+    flag("--give-up", 0.0, "share of the warm start's chain traces that stop working half-way and guess, a habit for GRPO to break", 0.4)
     # evaluation and saving
     flag("--eval", 32, "held-out problems for evaluating the dense policy; 0: none", 64)
     flag("--eval-samples", 1, "samples for each of them", 2)
@@ -380,8 +380,9 @@ def build_tiny(folder, seed):
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.ndim > 1:
-                # Embeddings of 0.5, not the usual 0.02: with 0.02 the far look-up is not learned in 540 steps (12 recipes).
-                p.normal_(0, {"model.embed_tokens.weight": 0.5, "lm_head.weight": 0.02}.get(name, p.shape[1] ** -0.5), generator=g)
+                # Embeddings of 1, not the usual 0.02: with 0.02 none of 12 recipes learned the far look-up in 540 steps.
+                std = {"model.embed_tokens.weight": 1.0, "lm_head.weight": 0.02}.get(name, p.shape[1] ** -0.5)
+                p.normal_(0, std, generator=g)
     model.save_pretrained(folder)
 
 
@@ -410,27 +411,28 @@ class Muon(torch.optim.Optimizer):
 
 
 def traces(args, step, stage):
-    """A warm-start step's (prompt, trace) pairs, about --warm-tokens long in all.
+    """A warm-start step's (prompt, trace) pairs, at most about --warm-tokens long in all.
 
-    chain has a curriculum: stage 0 is 4 leaves, 4 lines, both operands far back, whole traces; then a mix of growing
-    sheets, some of whose traces give up. Without stage 0 the far look-up is not learned in any reasonable time.
+    chain has a curriculum. Stage 0: 4 leaves, 4 lines, both operands far back, whole traces, in smaller and so quicker
+    steps; without it the far look-up is not learned in any reasonable time. Stage 1: a mix of three sheet sizes up to
+    the task's own, some of whose traces give up.
     """
     make, sizes = parse_task(args.task)
-    rng = random.Random(f"warm {args.seed} {step}")
-    extra = {}
+    rng, extra, budget, per_token = random.Random(f"warm {args.seed} {step}"), {}, args.warm_tokens, 3.0
     if make.__name__ == "chain":
+        per_token = 1.0  # characters
         leaves, lines, answers = sizes or (20, 24, 4)
         if stage == 0:
-            sizes, extra = (4, 4, 2), {"far": True}
+            sizes, extra, budget = (4, 4, 2), {"far": True}, 0.4 * budget
         else:
             sizes = rng.choice([(leaves * 2 // 5, lines // 4, answers // 2), (leaves * 7 // 10, lines // 2, answers),
                                 (leaves, lines, answers)])
             sizes, extra = (max(sizes[0], 2), max(sizes[1], sizes[2], 1), max(sizes[2], 1)), {"give_up": args.give_up}
     pairs, total = [], 0
-    while total < args.warm_tokens:
+    while total < budget:
         problem = make(rng, *sizes, **extra)
         pairs.append((problem.prompt, problem.trace))
-        total += (len(problem.prompt) + len(problem.trace)) / (1 if make.__name__ == "chain" else 3)  # characters a token
+        total += (len(problem.prompt) + len(problem.trace)) / per_token
     return pairs
 
 
@@ -457,7 +459,7 @@ def warm_start(policy, args, device):
             o.step()
             o.zero_grad(set_to_none=True)
         running = loss.item() if running is None else 0.9 * running + 0.1 * loss.item()
-        if stage == 0 and running < 0.06:  # by what it can do, never by the clock
+        if stage == 0 and running < 0.1:  # by what it can do, never by the clock
             stage, running = 1, None
         bar.set_postfix(loss=f"{running or 0:.3f}", stage=stage)
 
@@ -479,17 +481,6 @@ def supervised_loss(policy, pairs, args, device):
 
 
 # ---- problems, prompts, evaluation ------------------------------------------------------------------------------
-
-
-def encode_prompt(tokenizer, text, chat="auto"):
-    """Prompt ids, in the chat template if there is one (or as --chat says)."""
-    has_template = getattr(tokenizer, "chat_template", None) is not None
-    if chat == "on" and not has_template:
-        raise ValueError("--chat on: this tokenizer has no chat template; use --chat off")
-    if has_template and chat != "off":
-        text = tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True)
-        return tokenizer.encode(text, add_special_tokens=False)
-    return tokenizer.encode(text)
 
 
 def pick(problems, start, count, seed):
@@ -642,11 +633,11 @@ class Run:
 
     def _budget_metrics(self, rollouts, schedule):
         """What the actor read: pages per bin, and the share of the cached pages over all tokens generated."""
-        size, read, had = self.args.page_size, 0, 0
+        read = had = 0
         for r in rollouts:
             lengths = torch.arange(len(r.prompt_ids), len(r.prompt_ids) + len(r.ids))
             read += schedule.pages(lengths).sum().item()
-            had += ((lengths + size - 1) // size).sum().item()
+            had += schedule.have(lengths).sum().item()
         ends = [schedule.bin_tokens * (i + 1) for i in range(len(schedule.bins))]
         return dict(kv_read=read / had, pages_by_bin=[schedule.pages(e) for e in ends])
 

@@ -1,0 +1,211 @@
+"""Advantages, the loss and the update. CASES: Loss. Right values are computed by hand or from full logits."""
+import copy
+import math
+
+import pytest
+import torch
+
+import train
+from sparrow import Actor, Rollout, Schedule, acceptance, sparse_attend, token_logprobs
+from sparse_attn import DENSE
+from train import Scored, advantages, make_batches, policy_loss, policy_pass, update_policy
+
+SPARSE = Schedule((4, 5, 6, 7, 8), bin_tokens=24)
+
+
+def flags(**changes):
+    args = train.parse_args([])
+    vars(args).update(dict(samples=2, minibatches=1, alpha_every=1, grad_clip=1e9) | changes)
+    return args
+
+
+def sampled(model, schedule=None, alpha_every=1, temperature=1.0):
+    """Two samples each of four prompts, of unlike lengths, some cut off."""
+    g = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(2, 97, (n,), generator=g).tolist() for n in (1, 9, 16, 21)]
+    actor = Actor(model, rows=8, max_context=80, page_size=4, dense_layers=1, alpha_every=alpha_every)
+    rollouts = actor.generate(prompts, 2, 50, temperature, schedule, stop_ids=(1, 2), seed=1)
+    assert {r.finish for r in rollouts} == {"stop", "length"} and len({len(r.ids) for r in rollouts}) > 4
+    return [Scored(r, a) for r, a in zip(rollouts, (1, -1, .5, -.5, 2, -2, .3, -.3))]
+
+
+@pytest.fixture(scope="module")
+def scored(tiny):
+    return sampled(tiny)
+
+
+class KeepGradients:
+    """An optimizer that writes the gradients down and leaves the weights alone."""
+    def __init__(self, model):
+        self.model, self.steps = model, []
+
+    def step(self):
+        self.steps.append({n: p.grad.clone() for n, p in self.model.named_parameters()})
+
+    def zero_grad(self, set_to_none=True):
+        self.model.zero_grad()
+
+
+def loss_of(logp, actor, adv=1.0, old=None, mask=None, **options):
+    """policy_loss of one row of tokens -> (loss, metrics, gradient on logp)."""
+    logp = torch.tensor([logp], requires_grad=True)
+    old = logp.detach() if old is None else torch.tensor([old])
+    mask = torch.ones_like(logp, dtype=torch.bool) if mask is None else torch.tensor([mask])
+    loss, metrics = policy_loss(logp, old, torch.tensor([actor]), torch.tensor([adv]), mask, **options)
+    loss.backward()
+    return loss.item(), metrics, logp.grad[0].tolist()
+
+
+def test_advantages_by_hand():
+    """Faults: a spread over the batch, not the group; the biased deviation; samples dropped before grouping."""
+    a = advantages([1, 0, 0, 0, 1, 1, 1, 0], 4, "none")
+    assert a[[0, 4, 5, 6]].tolist() == [.75, .25, .25, .25]
+    std = advantages([1, 0, 0, 0, 30, 10, 20, 20], 4)
+    assert std.tolist() == pytest.approx([1.5, -.5, -.5, -.5, 1.5**.5, -1.5**.5, 0, 0], abs=1e-6)  # n-1: .5 and 8.165
+    shuffled = advantages([0, 0, 1, 0, 20, 10, 30, 20], 4)
+    assert shuffled.tolist() == pytest.approx(std[[1, 2, 0, 3, 6, 5, 4, 7]].tolist(), abs=1e-6)
+
+
+@pytest.mark.parametrize("scale", ["std", "none"])
+@pytest.mark.parametrize("rewards, size", [([.1] * 6, 3), ([1 / 3] * 7, 7), ([.7, .1, .3], 1), ([0.0] * 4, 4)])
+def test_equal_rewards_teach_exactly_nothing(rewards, size, scale):
+    """Fault: the mean of equal floats is off by a bit, and a tiny deviation blows that up."""
+    assert advantages(rewards, size, scale).tolist() == [0.0] * len(rewards)
+
+
+def test_the_importance_weight_is_detached_and_capped_above_only():
+    """Fault: a gradient through w (0 or +2, not -1), or a floor under w."""
+    logp, old, actor = (torch.full((1, 1), -3.0, requires_grad=True) for _ in range(3))
+    policy_loss(logp, old, actor, torch.ones(1), torch.ones(1, 1, dtype=torch.bool))[0].backward()
+    assert logp.grad.item() == -1 and old.grad.item() == 1 and actor.grad is None
+    for policy, act, w in ((-.5, -.7, math.exp(.2)), (-.5, -3.0, 2.0), (-3.0, -.5, math.exp(-2.5))):
+        loss, _, grad = loss_of([policy], [act])
+        assert loss == pytest.approx(-w) and grad == pytest.approx([-w])
+    assert loss_of([-.5], [-3.0], correction="none")[0] == -1 and loss_of([-.5], [-3.0], cap=5.0)[0] == -5
+
+
+@pytest.mark.parametrize("adv, objective, gradient", [
+    (1.0, [.5, .9, 1.2, 1.28], [.5, .9, 1.2, 0]), (-1.0, [-.8, -.9, -1.2, -1.5], [0, -.9, -1.2, -1.5])])
+def test_clipping_by_hand(adv, objective, gradient):
+    """Faults: low and high swapped, max for min, one side clipped for both signs. Ratios .5, .9, 1.2, 1.5."""
+    logp = [math.log(r) for r in (.5, .9, 1.2, 1.5)]
+    loss, metrics, grad = loss_of(logp, [0.0] * 4, adv, old=[0.0] * 4, n_tokens=1)
+    assert loss == pytest.approx(-sum(objective)) and grad == pytest.approx([-g for g in gradient])
+    assert metrics["clipped"] == .25
+
+
+def test_metrics_by_hand():
+    """Faults: ratio mean 0.492, rejected tokens being left in the denominator; kl other than k3 of policy over actor."""
+    _, metrics, grad = loss_of([0.0] * 5, [-math.log(w) for w in (1.11, .22, 2.23, 5e-5, 1.35)], correction="mask", n_tokens=5)
+    assert metrics["ratio_mean"] == pytest.approx(1.23) and metrics["truncated"] == pytest.approx(.6)
+    assert grad == pytest.approx([-1.11 / 5, 0, 0, 0, -1.35 / 5])
+    assert loss_of([-1.0, -1.0], [-1.5, -1.0])[1]["kl"] == pytest.approx((math.exp(.5) - 1.5) / 2)
+
+
+def test_impossible_tokens_have_ratio_one():
+    """Fault: -inf minus -inf is NaN, in the loss or in its gradient."""
+    inf = float("inf")
+    loss, metrics, grad = loss_of([-1.0, -inf, float("nan")], [-1.0, -inf, -1.0])
+    assert loss == -1 and all(map(math.isfinite, grad)) and metrics["ratio_mean"] == 1 and metrics["kl"] == 0
+    assert all(map(math.isfinite, loss_of([-inf, -1.0, -1.0], [-1.0, -inf, 0.0])[2]))
+
+
+@pytest.mark.parametrize("correction", ["none", "tis", "mask"])
+def test_masked_tokens_leak_nowhere(correction):
+    """Fault: 0 * NaN, or a mean or a maximum over padding."""
+    bad = [float("nan"), float("inf"), -float("inf"), 50.0]
+    clean = loss_of([-1.0, -2.0], [-1.2, -1.9], correction=correction)
+    dirty = loss_of([-1.0, -2.0, *bad], [-1.2, -1.9, *bad[::-1]], mask=[True] * 2 + [False] * 4, correction=correction)
+    assert dirty[:2] == clean[:2] and dirty[2] == clean[2] + [0] * 4
+
+
+def test_nothing_to_count_is_zero():
+    """Fault: 0/0 when every token is masked, or rejected as too far off."""
+    assert loss_of([-1.0], [-1.0], mask=[False])[0] == 0 and loss_of([-1.0], [-9.0], correction="mask")[0] == 0
+
+
+def test_token_mean_is_over_the_whole_step():
+    """Fault: a mean per sequence (2.5) or per micro-batch. 1 token of loss 4 and 9 tokens of loss 1: 1.3."""
+    logp, adv = torch.full((2, 9), -2.0), torch.tensor([-4.0, -1.0])
+    mask = torch.tensor([[True] + [False] * 8, [True] * 9])
+    assert policy_loss(logp, logp, logp, adv, mask)[0].item() == pytest.approx(1.3)
+    parts = [policy_loss(*[x[i:i + 1] for x in (logp, logp, logp, adv, mask)], n_tokens=10)[0] for i in range(2)]
+    assert sum(parts).item() == pytest.approx(1.3)
+
+
+def test_gradients_do_not_depend_on_the_micro_batch(tiny, scored):
+    """Fault: micro-batches averaged as equals, or padding that counts. CASES: agree to 1e-6. Alpha of a dense actor is 1."""
+    found = []
+    for size, batches in ((1, 8), (90, 6), (200, 3), (10**6, 1)):
+        keep, args = KeepGradients(copy.deepcopy(tiny)), flags(micro_tokens=size)
+        measured, stats = update_policy(keep.model, keep, scored, [], args, "cpu")
+        alpha, _, mask, _ = measured.rows()
+        assert len(make_batches(scored, args, "cpu")) == batches and len(alpha) == 8 and (1 - alpha[mask]).abs().max() < 1e-5
+        found.append((keep.steps[0], stats["loss"]))
+    assert max(g.abs().max() for g in found[0][0].values()) > 1e-3, "no gradient: nothing was compared"
+    for grads, loss in found[:-1]:
+        assert loss == pytest.approx(found[-1][1], abs=1e-6)
+        for name, g in found[-1][0].items():
+            assert (grads[name] - g).abs().max() < 1e-6 * max(1, g.abs().max()), name
+
+
+def test_masks_come_from_lengths():
+    """Fault: a stop token that is also the pad id drops out of the loss; a cut-off answer out of the measurement."""
+    def rollout(start, ids, finish):
+        return Scored(Rollout([0] * start, ids, -torch.ones(len(ids)), torch.zeros(len(ids), 48), finish), 1.0)
+    group = [rollout(3, [5, 0], "stop"), rollout(1, [0, 6, 7, 8, 0], "length"), rollout(2, [1], "stop")]
+    for truncated in ("keep", "mask"):
+        b, = make_batches(group, flags(truncated=truncated), "cpu")  # sorted by length: 3, 5, 6 tokens
+        assert [m.nonzero()[:, 0].tolist() for m in b.mask] == [[2], [3, 4], [1, 2, 3, 4, 5]]
+        assert torch.equal(b.measured, b.mask) and len(b.hidden) == 8 and (b.actor_logp == -b.mask.float()).all()
+        assert b.in_loss.sum(1).tolist() == [1, 2, 5 if truncated == "keep" else 0]
+
+
+@pytest.mark.parametrize("micro_tokens", [100, 10**6])
+def test_policy_pass_against_full_logits(tiny, micro_tokens):
+    """Faults: a shift by one, temperature on one side only, hidden states given to the wrong tokens."""
+    args, lowest = flags(alpha_every=3, micro_tokens=micro_tokens, temperature=0.7), 1.0
+    for batch in make_batches(sampled(tiny, SPARSE, 3, 0.7), args, "cpu"):
+        with torch.no_grad():
+            logp, alpha = policy_pass(tiny, batch, 0.7)
+        for i, mask in enumerate(batch.mask):
+            start, end = mask.nonzero()[0].item(), mask.nonzero()[-1].item() + 1
+            ids, budgets, at = batch.ids[i:i + 1, :end], SPARSE.pages(torch.arange(1, end + 1)), torch.arange(start, end, 3)
+            budgets[:start] = DENSE
+            with torch.no_grad():
+                p, q = tiny(ids)[0] / 0.7, tiny(ids, sparse_attend(budgets, 1, 4))[0] / 0.7
+                assert (logp[i, start:end] - token_logprobs(tiny, ids, 0.7)[0, start:]).abs().max() < 1e-4
+            assert (alpha[i, at] - acceptance(p, q)[at - 1]).abs().max() < 1e-4
+            assert alpha[i].isnan().sum() == len(alpha[i]) - len(at), "NaN wherever alpha is not measured"
+            lowest = min(lowest, alpha[i, at].min().item())
+    assert lowest < 0.9, "sparsity made no difference: the test would prove nothing"
+
+
+def test_no_spread_is_measured_and_moves_nothing(tiny, scored):
+    """Fault: 0/0, or weight decay and momentum stepping on no gradient; alpha read off the kept groups alone."""
+    policy = copy.deepcopy(tiny)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.1, weight_decay=0.1)
+    dropped = [Scored(s.rollout, 0.0, 2) for s in scored[::2]]
+    cut = [s for s in scored if s.rollout.finish == "length"]
+    for kept, unmoved in (([], dropped), (cut, [])):
+        measured, stats = update_policy(policy, optimizer, kept, unmoved, flags(truncated="mask"), "cpu")
+        assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), tiny.parameters()))
+        assert all(math.isfinite(v) for v in stats.values())
+        if unmoved:
+            alpha, positions, mask, weight = measured.rows()
+            assert weight.tolist() == [2.0] * 4 and mask.sum() == sum(len(s.rollout.ids) for s in dropped)
+            assert (1 - alpha[mask]).abs().max() < 1e-5 and positions[0].tolist() == list(range(alpha.shape[1]))
+    both = update_policy(policy, KeepGradients(policy), scored[:4], dropped[2:], flags(), "cpu")[0]
+    assert sorted(both.rows()[3].tolist()) == [1, 1, 1, 1, 2, 2], "a dropped group's one sample counts for the group"
+
+
+def test_minibatches_keep_the_weights_that_generated(tiny, scored, monkeypatch):
+    """Fault: from the second optimizer step on, pi_old and alpha read off a policy that has moved."""
+    policy, seen = copy.deepcopy(tiny), []
+    monkeypatch.setattr(train, "policy_loss", lambda *a: seen.append(a) or policy_loss(*a))
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.5)
+    alpha, _, measured, _ = update_policy(policy, optimizer, scored, [], flags(minibatches=2), "cpu")[0].rows()
+    assert len(seen) == 2 and len(alpha) == 8 and (1 - alpha[measured]).abs().max() < 1e-5
+    for logp, old, actor, _, mask, *_ in seen:  # the actor is dense: its log-probs are those of the first weights
+        assert (old - actor)[mask].abs().max() < 1e-4
+    assert (logp - old)[mask].abs().max() > 0.01, "the policy did not move: the test would prove nothing"
