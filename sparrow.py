@@ -41,7 +41,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
@@ -316,10 +316,13 @@ def read_weights(folder, model, device):
         raise FileNotFoundError(f"model folder '{folder}' lacks {', '.join(missing)}")
     want, state = {k: v.shape for k, v in model.state_dict().items()}, {}
     for file in files:
-        with safe_open(file, "pt", device=str(device)) as tensors:
-            for name in tensors.keys():
-                if name in want and not (model.config.tied and name == "lm_head.weight"):
-                    state[name] = nn.Parameter(tensors.get_tensor(name).float())
+        try:
+            with safe_open(file, "pt", device=str(device)) as tensors:
+                for name in tensors.keys():
+                    if name in want and not (model.config.tied and name == "lm_head.weight"):
+                        state[name] = nn.Parameter(tensors.get_tensor(name).float())
+        except SafetensorError as error:
+            raise ValueError(f"weight file '{file}' cannot be read: {error}") from None
     if model.config.tied:  # a spare head in the file is ignored: the embedding is the head
         state["lm_head.weight"] = state.get("model.embed_tokens.weight")
     for name, shape in want.items():
@@ -454,7 +457,7 @@ class Schedule:
             schedule = cls(tuple(fields.pop("bins")), **fields)
             whole = (*schedule.bins, schedule.bin_tokens, schedule.page_size, schedule.min_pages)
             if not schedule.bins or any(type(x) is not int or x < (i < len(whole) - 1) for i, x in enumerate(whole)):
-                raise ValueError("bins, bin_tokens, page_size and min_pages must be whole numbers, at least one bin, none empty")
+                raise ValueError("bins, bin_tokens, page_size and min_pages must be whole numbers, and bins not empty")
             if schedule.share is not None and not 0 < schedule.share <= 1:
                 raise ValueError("share must be in (0, 1]")
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -516,11 +519,11 @@ class Controller:
         size, n = schedule.page_size, len(schedule.bins)
         ends = torch.arange(1, n + 1, dtype=torch.float64) * schedule.bin_tokens
         self.high = ((ends / size).ceil() * size).log()                     # everything, at the bin's upper edge
-        self.low = torch.full_like(self.high, math.log(max(schedule.min_pages if min_pages is None else min_pages, 1) * size)).minimum(self.high)
+        floor = max(schedule.min_pages if min_pages is None else min_pages, 1)
         start = torch.tensor(schedule.bins, dtype=torch.float64) * size
         # A table given by hand may lie under the floor; the floor only stops the controller from going lower.
         self.u = start.log().minimum(self.high)
-        self.low = self.low.minimum(self.u)
+        self.low = torch.full_like(self.high, math.log(floor * size)).minimum(self.u)
         self.sums = torch.zeros(6, n, dtype=torch.float64)  # x, n, x^2, x*n, n^2 over sequences, and how many: S
         self.reached = torch.zeros(n, dtype=torch.bool)
         self.mean_length = self.mean_kl = None              # running means for the guards
@@ -530,7 +533,7 @@ class Controller:
 
         alpha: [N,T]; positions: [N,T] cached tokens when the token was generated; mask: [N,T] measured tokens; weight:
         [N] how many samples a row stands for. response_length and kl (k3 of actor and policy), if given, are this
-        step's means for the guards (over all ranks). With a process group, sums are taken over ranks, so every rank gets one schedule.
+        step's means for the guards (over all ranks). With a process group, sums are taken over ranks: one schedule for all.
         """
         new = self._count(alpha, positions, mask, weight)
         if dist.is_available() and dist.is_initialized():
@@ -584,7 +587,8 @@ class Controller:
 
     def state_dict(self):
         state = {k: getattr(self, k) for k in ("u", "sums", "reached", "mean_length", "mean_kl")}
-        return {k: v.clone() if torch.is_tensor(v) else v for k, v in state.items()} | {"schedule": dict(self.schedule.__dict__)}
+        state = {k: v.clone() if torch.is_tensor(v) else v for k, v in state.items()}
+        return state | {"schedule": dict(self.schedule.__dict__)}
 
     def load_state_dict(self, state):
         state = dict(state)
@@ -862,7 +866,7 @@ class Actor:
         self._emit(lanes, hidden)
 
     def _prefill(self, ids, pages, prompt_length):
-        """Cache a sequence in one pass, its first prompt_length tokens dense, the rest under the schedule -> last state [d]."""
+        """Cache a sequence in one pass, its first prompt_length tokens dense, the rest under the schedule -> state [d]."""
         T, index = len(ids), torch.tensor(pages, device=self.device)
         budgets = self.budget_of[1:T + 1].clone()
         budgets[:prompt_length] = DENSE
@@ -1044,7 +1048,8 @@ def main(argv=None):
         p.error(str(error))
     alphas, read, had = [], 0, 0
     for i, r in enumerate(rollouts):
-        print(f"--- sample {i + 1}: {len(r.ids)} tokens, {r.finish}\n{model.tokenizer.decode(r.ids, skip_special_tokens=True)}")
+        text = model.tokenizer.decode(r.ids, skip_special_tokens=True)
+        print(f"--- sample {i + 1}: {len(r.ids)} tokens, {r.finish}\n{text}")
         with torch.no_grad():
             ids = torch.tensor([r.prompt_ids + r.ids], device=device)
             states = model(ids, head=lambda h, _: h)[0, len(prompt) - 1:-1]

@@ -101,7 +101,8 @@ def select_pages_ref(q, landmarks, page_table, lengths, budgets, page_size=16, f
     (B, H, D), G = q.shape, landmarks.shape[1]
     # The sum over a group's R queries of q . landmark is one dot product with the summed query.
     q = q.view(B, G, H // G, D).float().sum(2)                                           # [B,G,D]
-    scores = torch.einsum("bgd,bpgd->bgp", q, landmarks[page_table.long()].float())      # [B,G,P]
+    marks = F.embedding(page_table.long(), landmarks.view(-1, G * D)).view(B, -1, G, D)  # [B,P,G,D]
+    scores = torch.einsum("bgd,bpgd->bgp", q, marks.float())                             # [B,G,P]
     order, counts = _choose(scores, lengths[:, None], budgets[:, None], page_size, first, last)
     K = int(counts.max())  # the widest row; a narrower one ignores what stands behind its count
     return order[..., :K].int(), counts[:, 0].int()
@@ -117,8 +118,8 @@ def paged_attention_ref(q, k_pages, v_pages, page_table, lengths, pages=None, co
     K = pages.shape[-1]
     pool = page_table.long()[:, None].expand(-1, G, -1).gather(2, pages.long())          # [B,G,K] pool pages
     head = torch.arange(G, device=q.device)[:, None]
-    k = k_pages[pool, head].view(B, G, K * S, D).float()
-    v = v_pages[pool, head].view(B, G, K * S, D).float()
+    # An embedding look-up of (page, head) rows is the fastest gather PyTorch has.
+    k, v = (F.embedding(pool * G + head, x.view(N * G, S * D)).view(B, G, K * S, D).float() for x in (k_pages, v_pages))
     token = pages[..., None] * S + torch.arange(S, device=q.device)                      # [B,G,K,S] positions
     kept = torch.arange(K, device=q.device) < counts[:, None]                            # [B,K]
     valid = (token < lengths[:, None, None, None]) & kept[:, None, :, None]
@@ -321,8 +322,8 @@ def paged_attention_triton(q, k_pages, v_pages, page_table, lengths, pages=None,
     dense = pages is None
     _attend_kernel[B, G, splits](
         q, k_pages, v_pages, page_table, lengths, lengths if dense else pages, lengths if dense else counts, parts, stats,
-        q.stride(0), q.stride(1), page_table.stride(0), K, G, D**-0.5, R, max(16, triton.next_power_of_2(R)), S, D, BD, splits,
-        64, not dense, num_warps=4)
+        q.stride(0), q.stride(1), page_table.stride(0), K, G, D**-0.5, R, max(16, triton.next_power_of_2(R)), S, D, BD,
+        splits, 64, not dense, num_warps=4)
     _merge_kernel[B * G, R](parts, stats, out, R, D, BD, splits, num_warps=1)
     return out
 
@@ -402,7 +403,8 @@ def main():
         budgets = torch.randint(3, 8, (T,), device=device).int()
         forced = sparse_attention(q, k, v, budgets, S)
         N = -(-T // S)
-        pools, marks = [torch.zeros(N + 1, G, S, D, device=device) for _ in range(2)], torch.zeros(N + 1, G, D, device=device)
+        pools = [torch.zeros(N + 1, G, S, D, device=device) for _ in range(2)]
+        marks = torch.zeros(N + 1, G, D, device=device)
         table = (torch.randperm(N, device=device) + 1).int()[None]
         for t in range(T):
             n = torch.tensor([t], dtype=torch.int32, device=device)
@@ -414,7 +416,8 @@ def main():
         kk, vv = (x[0].double().repeat_interleave(H // G, 0) for x in (k, v))                # [H,T,D]
         att = (q[0, :, -1:].double() @ kk.transpose(1, 2) * D**-0.5).softmax(-1)
         exact = (dense[0].double() - (att @ vv)[:, 0]).abs().max().item()
-        print(f"heads {H:2d}/{G}, D {D:3d}, page {S:2d}: dense against fp64 {exact:.1e}; decoding against teacher forcing {worst:.1e}")
+        print(f"heads {H:2d}/{G}, D {D:3d}, page {S:2d}: dense against fp64 {exact:.1e}; decoding against teacher forcing "
+              f"{worst:.1e}")
         assert exact < 1e-5 and worst < 1e-4, "these must agree to rounding"
 
 

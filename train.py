@@ -59,17 +59,19 @@ def parse_args(argv=None):
         p.add_argument(name, type=kind, choices=choices, metavar=kind.__name__.upper(), help=help + note)
 
     flag("--model", None, "checkpoint folder or Hub name; without it, the built-in model")
-    flag("--task", "countdown", "problems made up as needed: chain or countdown, with sizes as in chain:20,24,4", "chain")
+    flag("--task", "countdown", "problems made up as needed: chain or countdown, or with sizes, as in chain:20,24,4",
+         "chain:16,18,3")
     flag("--data", None, "problems from a JSONL file instead (prompt, answer)")
-    flag("--chat", "auto", "wrap prompts in the tokenizer's chat template; auto: if it has one", choices=["auto", "on", "off"])
+    flag("--chat", "auto", "wrap prompts in the tokenizer's chat template; auto: if it has one",
+         choices=["auto", "on", "off"])
     flag("--out", "out", "folder for metrics, plot and checkpoints")
-    flag("--steps", 200, "GRPO steps", 20)
+    flag("--steps", 200, "GRPO steps", 14)
     flag("--seed", 0, "seeds problems, samples and weights")
     flag("--device", "auto", "auto, cpu or cuda")
     # rollouts
     flag("--prompts", 32, "prompts a step", 8)
     flag("--samples", 8, "samples a prompt: the group that rewards are compared within")
-    flag("--max-new-tokens", 1024, "longest response", 240)
+    flag("--max-new-tokens", 1024, "longest response", 180)
     flag("--temperature", 1.0, "of sampling, and of every distribution compared")
     flag("--rows", 256, "sequences decoded at once", 64)
     flag("--pool-pages", 0, "pages in the KV pool; 0: enough for all rows, or half of the free GPU memory")
@@ -84,9 +86,9 @@ def parse_args(argv=None):
     flag("--dense-layers", 2, "first layers that stay dense", 1)
     flag("--alpha-every", 4, "measure alpha at every n-th response token", 1)
     # policy update
-    flag("--lr", 1e-6, "learning rate of AdamW", 3e-4)
+    flag("--lr", 1e-6, "learning rate of AdamW", 6e-4)
     flag("--warmup", 5, "steps of linear learning-rate warm-up", 0)
-    flag("--minibatches", 1, "optimizer steps a rollout is split into", 2)
+    flag("--minibatches", 1, "optimizer steps a rollout is split into")
     flag("--clip-low", 0.2, "lower clip of the ratio")
     flag("--clip-high", 0.28, "upper clip of the ratio")
     flag("--correction", "tis", "of actor-policy mismatch: none, tis (truncate at --cap), mask (drop outside 1/cap..cap)",
@@ -103,11 +105,12 @@ def parse_args(argv=None):
     flag("--warm-lr", 1e-5, "AdamW learning rate of the warm start", 3e-3)
     flag("--warm-muon", 0.0, "Muon learning rate for hidden matrices in the warm start; 0: AdamW for all", 0.02)
     flag("--warm-tokens", 16384, "tokens in a warm-start step", 4000)
-    flag("--give-up", 0.0, "share of the warm start's chain traces that stop working half-way and guess, a habit for GRPO to break", 0.4)
+    flag("--give-up", 0.0, "share of the warm start's chain traces that stop working half-way and guess: a habit for GRPO "
+         "to break", 0.4)
     # evaluation and saving
-    flag("--eval", 32, "held-out problems for evaluating the dense policy; 0: none", 64)
+    flag("--eval", 32, "held-out problems for evaluating the dense policy; 0: none", 48)
     flag("--eval-samples", 1, "samples for each of them", 2)
-    flag("--eval-every", 20, "steps between evaluations (also before the first and after the last)", 10)
+    flag("--eval-every", 20, "steps between evaluations (also before the first and after the last)", 7)
     flag("--save-every", 50, "steps between checkpoints (also after the last)")
     p.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out, with its flags")
     args = p.parse_args(argv)
@@ -131,9 +134,8 @@ def parse_args(argv=None):
 
 
 def _check_args(a, p):
-    positive = "steps prompts samples max_new_tokens rows page_size temperature lr minibatches cap micro_tokens warm_tokens " \
-               "grad_clip eval_samples eval_every save_every warm_lr alpha_every"
-    for key in positive.split():
+    for key in ("steps prompts samples max_new_tokens rows page_size temperature lr minibatches cap micro_tokens warm_tokens "
+                "grad_clip eval_samples eval_every save_every warm_lr alpha_every").split():
         if not getattr(a, key) > 0:
             p.error(f"--{key.replace('_', '-')} {getattr(a, key)}: must be above 0")
     for key, low, high in (("budget", 0, 1), ("tail", 0, 0.5)):
@@ -141,15 +143,20 @@ def _check_args(a, p):
             p.error(f"--{key} {getattr(a, key)}: must be in ({low}, {high}]")
     if not 0 <= a.tau < 1:
         p.error(f"--tau {a.tau}: must be in [0, 1); 0 holds the budget fixed")
-    for key in "pool_pages min_pages dense_layers warmup clip_low clip_high weight_decay warm_start warm_muon give_up eval".split():
+    for key in ("pool_pages min_pages dense_layers warmup clip_low clip_high weight_decay warm_start warm_muon give_up "
+                "eval").split():
         if getattr(a, key) < 0:
             p.error(f"--{key.replace('_', '-')} {getattr(a, key)}: must not be negative")
     if a.device not in ("auto", "cpu", "cuda"):
         p.error(f"--device {a.device}: give auto, cpu or cuda")
     if a.device == "cuda" and not torch.cuda.is_available():
         p.error("--device cuda: PyTorch sees no CUDA GPU here")
-    if a.warm_start and (a.data or not parse_task(a.task)):
-        p.error("--warm-start needs a procedural --task (chain or countdown): only those can write worked traces")
+    try:
+        task = parse_task(a.task)
+    except ValueError as error:
+        p.error(str(error))
+    if a.warm_start and (a.data or not task):
+        p.error("--warm-start needs a procedural --task, which can write worked traces; with --data give --warm-start 0")
     if a.samples == 1:
         p.error("--samples 1: a group of one has no spread, so nothing could be learned; give 2 or more")
 
@@ -178,7 +185,8 @@ def policy_loss(logp, old_logp, actor_logp, adv, mask, clip_low=0.2, clip_high=0
     logp, old_logp, actor_logp: [N,T] (or flat [M]) log-probs of the sampled tokens under the policy, the policy that
     was copied into the actor, and the actor; adv: [N] a sample (or of logp's shape); mask: tokens that count. n_tokens
     is the whole step's count of such tokens over all micro-batches and ranks; default: those here. correction: "none";
-    "tis", w = min(pi_old / pi_actor, cap); "mask" (IcePop): tokens with w outside [1/cap, cap] are dropped.
+    "tis", w = min(pi_old / pi_actor, cap); "mask" (IcePop): tokens with w outside [1/cap, cap] are dropped (and not counted,
+    unless n_tokens, which is known before the ratios are, counts them).
     """
     A = adv[:, None] if adv.ndim < logp.ndim else adv
     r = _log_ratio(logp, old_logp, mask).exp()
@@ -191,12 +199,13 @@ def policy_loss(logp, old_logp, actor_logp, adv, mask, clip_low=0.2, clip_high=0
         kept, w = mask & (raw >= 1 / cap) & (raw <= cap), raw
     objective = w * torch.minimum(r * A, r.clamp(1 - clip_low, 1 + clip_high) * A)
     count = kept.sum()
-    loss = -objective.masked_fill(~kept, 0).sum() / (count if n_tokens is None else n_tokens)
+    loss = -objective.masked_fill(~kept, 0).sum() / (count.clamp(min=1) if n_tokens is None else n_tokens)
 
     def mean(x, where):
         return (x.detach().masked_fill(~where, 0).sum() / where.sum().clamp(min=1)).item()
     metrics = dict(
-        tokens=int(mask.sum()), ratio_mean=mean(raw, kept), ratio_max=raw.masked_fill(~mask, 0).max().item() if raw.numel() else 0.0,
+        tokens=int(mask.sum()), ratio_mean=mean(raw, kept),
+        ratio_max=raw.masked_fill(~mask, 0).max().item() if raw.numel() else 0.0,
         truncated=mean((raw > cap) | (kept != mask), mask), kl=mean(raw - 1 - log_w, mask),
         clipped=mean(((r < 1 - clip_low) & (A < 0)) | ((r > 1 + clip_high) & (A > 0)), mask), entropy=mean(-logp, mask))
     return loss, metrics
@@ -304,8 +313,8 @@ def update_policy(policy, optimizer, kept, unmoved, args, device):
     measured, stats = Measured(), []
 
     def loss_of(batch, logp, old_logp, n_tokens):
-        loss, metrics = policy_loss(logp, old_logp, batch.actor_logp, batch.adv, batch.in_loss, args.clip_low, args.clip_high,
-                                    args.correction, args.cap, n_tokens)
+        loss, metrics = policy_loss(logp, old_logp, batch.actor_logp, batch.adv, batch.in_loss, args.clip_low,
+                                    args.clip_high, args.correction, args.cap, n_tokens)
         stats.append(metrics | {"loss": loss.item()})
         return loss
 
@@ -352,7 +361,8 @@ def _merge(stats):
     """Metrics of all passes -> the step's: losses add up, the largest ratio and norm count, the rest is a token mean."""
     passes = [s for s in stats if "tokens" in s]
     total = max(sum(s["tokens"] for s in passes), 1)
-    out = {k: sum(s[k] * s["tokens"] for s in passes) / total for k in ("ratio_mean", "truncated", "kl", "clipped", "entropy")}
+    keys = ("ratio_mean", "truncated", "kl", "clipped", "entropy")
+    out = {k: sum(s[k] * s["tokens"] for s in passes) / total for k in keys}
     out["ratio_max"] = max((s["ratio_max"] for s in passes), default=0.0)
     out["loss"] = sum(s["loss"] for s in passes)
     out["grad_norm"] = max((s["grad_norm"] for s in stats if "grad_norm" in s), default=0.0)
@@ -500,170 +510,115 @@ def grade_all(rollouts, problems, n, tokenizer):
             for i, r in enumerate(rollouts)]
 
 
-class Run:
-    """What one training run owns: policy, optimizer, actor, controller, problems. One method a stage, `step` in order."""
+def load_policy(args, out, device, checkpoint=None):
+    """The model to train: the checkpoint to resume from, or --model, or the built-in one. -> (policy, is it warm?)"""
+    name, warm = checkpoint or args.model or out / "builtin", Path(args.warm_dir or out / "warm")
+    found = not checkpoint and args.warm_start and (warm / "warm.json").exists()
+    if found:
+        if json.loads((warm / "warm.json").read_text()) != warm_recipe(args):
+            raise ValueError(f"'{warm}' holds a warm start made with other flags (see its warm.json); give another --warm-dir, "
+                             "or delete it")
+        print(f"warm start: found in {warm}")
+        name = warm
+    elif name == out / "builtin":
+        build_tiny(name, args.seed)
+    policy = Model.from_pretrained(name, device)
+    if policy.tokenizer is None:
+        raise ValueError(f"model '{name}' has no tokenizer (tokenizer.json); problems could not be read to it")
+    policy.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    policy.checkpoint_layers = device.type == "cuda"
+    return policy, bool(checkpoint or found or not args.warm_start)
 
-    def __init__(self, args):
-        self.args = args
-        self.device = torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
-        self.out = Path(args.out)
-        self.done, self.history = 0, []
-        checkpoint = newest_checkpoint(self.out) if args.resume else None
-        self.policy = self._load_policy(checkpoint)
-        self.problems, self.held_out = self._load_problems()
-        context = self.longest + args.max_new_tokens
-        if context > self.policy.config.max_context:
-            raise ValueError(f"the longest prompt has {self.longest} tokens; with --max-new-tokens {args.max_new_tokens} that "
-                             f"is {context}, over the model's context of {self.policy.config.max_context}")
-        rows = min(args.rows, args.prompts * args.samples)
-        self.actor = Actor(self.policy, rows, context, args.pool_pages or None, args.page_size, args.dense_layers,
-                           alpha_every=args.alpha_every, device=self.device)
-        if (need := -(-context // args.page_size) + 1) > self.actor.pool_pages:
-            raise ValueError(f"--pool-pages: one sequence of {context} tokens may need {need} pages of {args.page_size}, the pool "
-                             f"holds {self.actor.pool_pages}")
-        if args.schedule:
-            start = Schedule.load(args.schedule, args.page_size)
-        else:
-            start = Schedule.fraction(args.budget, context, page_size=args.page_size, min_pages=args.min_pages)
-        self.controller = Controller(start, args.tau, args.tail, args.min_pages)
-        self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=args.lr, weight_decay=args.weight_decay)
-        if checkpoint:
-            self._restore(checkpoint)
 
-    def _load_policy(self, checkpoint):
-        args = self.args
-        warm = Path(args.warm_dir or self.out / "warm")
-        name, want = args.model, {k: v for k, v in vars(args).items() if k in ("model", "task", "seed", "chat", "give_up")
-                                  or k.startswith("warm_") and k != "warm_dir"}
-        if not name:
-            name = self.out / "builtin"
-            if not (name / "config.json").exists():
-                build_tiny(name, args.seed)
-        marker = warm / "warm.json"
-        if args.warm_start and not checkpoint and marker.exists():
-            if json.loads(marker.read_text()) != want:
-                raise ValueError(f"'{warm}' holds a warm start made with other flags ({marker}); give another --warm-dir or "
-                                 "delete it")
-            print(f"warm start: found in {warm}")
-            name = warm
-        policy = Model.from_pretrained(checkpoint or name, self.device)
-        policy.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        policy.checkpoint_layers = self.device.type == "cuda"
-        if policy.tokenizer is None:
-            raise ValueError(f"model '{name}' has no tokenizer (tokenizer.json); problems could not be read to it")
-        if args.warm_start and not checkpoint and name != warm:
-            warm_start(policy, args, self.device)
-            policy.save_pretrained(warm)
-            marker.write_text(json.dumps(want, indent=1))
-        return policy
+def warm_recipe(args):
+    """The flags that a warm start depends on."""
+    keys = "model task seed chat give_up warm_start warm_lr warm_muon warm_tokens".split()
+    return {k: getattr(args, k) for k in keys}
 
-    def _load_problems(self):
-        """(training problems, held-out problems): of a task, another seed's; of a file, a part set aside."""
-        args = self.args
-        if args.data:
-            found = pick(load_problems(args.data), 0, 0, 0) or load_problems(args.data)
-            random.Random(f"split {args.seed}").shuffle(found)
-            cut = min(args.eval, len(found) // 5)
-            train, held = found[cut:], found[:cut]
-        else:
-            train, held = load_problems(args.task, args.seed), load_problems(args.task, args.seed + 10**6, args.eval)
-        sizes = [len(encode_prompt(self.policy.tokenizer, p.prompt, args.chat)) for p in train + held]
-        self.longest = max(sizes)
-        return train, held
 
-    def generate(self, problems, n, schedule, seed, progress):
-        prompts = [encode_prompt(self.policy.tokenizer, p.prompt, self.args.chat) for p in problems]
-        return self.actor.generate(prompts, n, self.args.max_new_tokens, self.args.temperature, schedule,
-                                   self.policy.stop_ids, seed, progress=progress)
+def split_problems(args):
+    """(training problems, held-out problems): of a task, another seed's; of a file, up to a fifth set aside."""
+    if not args.data:
+        return load_problems(args.task, args.seed), load_problems(args.task, args.seed + 10**6, args.eval)
+    found = load_problems(args.data)
+    random.Random(f"split {args.seed}").shuffle(found)
+    cut = min(args.eval, len(found) // 5)
+    return found[cut:], found[:cut]
 
-    def evaluate(self):
-        """Mean reward of the *dense* policy on the held-out problems, sampled as in training."""
-        args = self.args
-        if not self.held_out:
-            return {}
-        dense = Schedule.fraction(1.0, self.actor.max_context, page_size=args.page_size)
-        rollouts = self.generate(self.held_out, args.eval_samples, dense, (args.seed, 2**31), progress=True)
-        rewards = grade_all(rollouts, self.held_out, args.eval_samples, self.policy.tokenizer)
-        return {"eval": sum(rewards) / len(rewards), "eval_length": sum(len(r.ids) for r in rollouts) / len(rollouts)}
 
-    def step(self):
-        """One turn of the loop -> its metrics."""
-        args, n, t = self.args, self.args.samples, time.perf_counter()
-        # 1. generate with the sparse actor
-        schedule = self.controller.schedule
-        problems = pick(self.problems, self.done * args.prompts, args.prompts, args.seed)
-        rollouts = self.generate(problems, n, schedule, (args.seed, self.done), progress=True)
-        t_rollout = time.perf_counter()
-        # 2. grade, and compare within each prompt's group
-        rewards = grade_all(rollouts, problems, n, self.policy.tokenizer)
-        adv = advantages(rewards, n, args.adv).tolist()
-        t_grade = time.perf_counter()
-        # 3. groups without spread teach nothing; one sample of each still measures alpha, for all n
-        spread = [any(adv[i - i % n:i - i % n + n]) for i in range(len(adv))]
-        kept = [Scored(r, a) for r, a, s in zip(rollouts, adv, spread) if s]
-        unmoved = [Scored(rollouts[i], 0.0, n) for i in range(0, len(adv), n) if not spread[i]]
-        # 4. update theta
-        for group in self.optimizer.param_groups:
-            group["lr"] = args.lr * min(1.0, (self.done + 1) / max(args.warmup, 1))
-        measured, stats = update_policy(self.policy, self.optimizer, kept, unmoved, args, self.device)
-        # 5. the controller reads alpha and sets the next schedule; the actor takes over theta
-        rows = measured.rows()
-        lengths = [len(r.ids) for r in rollouts]
-        if args.tau:
-            self.controller.update(*rows, response_length=sum(lengths) / len(lengths), kl=stats["kl"])
-        self.actor.load(self.policy)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        self.done += 1
-        seconds = dict(rollout_s=t_rollout - t, grade_s=t_grade - t_rollout, train_s=time.perf_counter() - t_grade)
-        return (dict(step=self.done, reward=sum(rewards) / len(rewards), solved=sum(r == 1 for r in rewards) / len(rewards),
-                     length=sum(lengths) / len(lengths), cut_off=sum(r.finish == "length" for r in rollouts) / len(rollouts),
-                     dropped=len(unmoved)) | self._alpha_metrics(rows) | self._budget_metrics(rollouts, schedule) | stats
-                | seconds | dict(tokens_per_s=sum(lengths) / seconds["rollout_s"], lr=self.optimizer.param_groups[0]["lr"]))
+def make_actor(policy, args, context, device):
+    """The actor and the schedule it starts with. Raises ValueError, with the numbers, if a sequence cannot fit."""
+    if context > policy.config.max_context:
+        raise ValueError(f"the longest prompt and --max-new-tokens {args.max_new_tokens} make {context} tokens, over the "
+                         f"model's context of {policy.config.max_context}")
+    actor = Actor(policy, min(args.rows, args.prompts * args.samples), context, args.pool_pages or None, args.page_size,
+                  args.dense_layers, alpha_every=args.alpha_every, device=device)
+    if (need := -(-context // args.page_size) + 1) > actor.pool_pages:
+        raise ValueError(f"--pool-pages: one sequence of {context} tokens may need {need} pages of {args.page_size}, the pool "
+                         f"holds {actor.pool_pages}")
+    if args.schedule:
+        return actor, Schedule.load(args.schedule, args.page_size)
+    return actor, Schedule.fraction(args.budget, context, page_size=args.page_size, min_pages=args.min_pages)
 
-    def _alpha_metrics(self, rows):
-        """Tail and mean of alpha over the batch and per bin of cached tokens; rows count by their weight."""
-        alpha, positions, mask, weight = rows
-        alpha, positions, mask = (x.repeat_interleave(weight.long(), 0) for x in (alpha, positions, mask))
-        a, bins = alpha[mask], positions[mask] // self.controller.start.bin_tokens
-        n_bins = len(self.controller.start.bins)
-        return dict(alpha_mean=a.mean().item(), alpha_tail=tail(a, fraction=self.args.tail), alpha_tokens=len(a),
-                    alpha_low=(a < (self.args.tau or 0.86)).sum().item() / len(alpha),
-                    tail_by_bin=[tail(a[bins.clamp(max=n_bins - 1) == i], fraction=self.args.tail) for i in range(n_bins)])
 
-    def _budget_metrics(self, rollouts, schedule):
-        """What the actor read: pages per bin, and the share of the cached pages over all tokens generated."""
-        read = had = 0
-        for r in rollouts:
-            lengths = torch.arange(len(r.prompt_ids), len(r.prompt_ids) + len(r.ids))
-            read += schedule.pages(lengths).sum().item()
-            had += schedule.have(lengths).sum().item()
-        ends = [schedule.bin_tokens * (i + 1) for i in range(len(schedule.bins))]
-        return dict(kv_read=read / had, pages_by_bin=[schedule.pages(e) for e in ends])
+def generate(actor, policy, problems, n, schedule, seed, args):
+    prompts = [encode_prompt(policy.tokenizer, p.prompt, args.chat) for p in problems]
+    return actor.generate(prompts, n, args.max_new_tokens, args.temperature, schedule, policy.stop_ids, seed, progress=True)
 
-    # -- keeping --
 
-    def save(self):
-        """A checkpoint: a folder that `transformers` opens, and beside it what resuming needs. Written aside, then renamed."""
-        final = self.out / f"step-{self.done:06d}"
-        part = self.out / f".{final.name}.part"
-        shutil.rmtree(part, ignore_errors=True)
-        self.policy.save_pretrained(part)
-        torch.save(dict(step=self.done, optimizer=self.optimizer.state_dict(), controller=self.controller.state_dict()),
-                   part / "trainer.pt")
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(part, final)
-        for old in sorted(self.out.glob("step-*"))[:-2]:
-            shutil.rmtree(old)
-        return final
+def evaluate(actor, policy, problems, args):
+    """Mean reward and length of the *dense* policy on the held-out problems, sampled as in training."""
+    if not problems:
+        return {}
+    dense = Schedule.fraction(1.0, actor.max_context, page_size=args.page_size)
+    rollouts = generate(actor, policy, problems, args.eval_samples, dense, (args.seed, 2**31), args)
+    rewards = grade_all(rollouts, problems, args.eval_samples, policy.tokenizer)
+    return dict(eval=sum(rewards) / len(rewards), eval_length=sum(len(r.ids) for r in rollouts) / len(rollouts))
 
-    def _restore(self, checkpoint):
-        state = torch.load(checkpoint / "trainer.pt", map_location=self.device, weights_only=True)
-        self.done = state["step"]
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.controller.load_state_dict({k: v.cpu() if torch.is_tensor(v) else v for k, v in state["controller"].items()})
-        lines = (self.out / "metrics.jsonl").read_text().splitlines()
-        self.history = [m for m in map(json.loads, lines) if m["step"] <= self.done]
+
+def alpha_metrics(rows, start, args):
+    """Tail and mean of alpha over the batch and per bin of cached tokens; rows count by their weight."""
+    alpha, positions, mask, weight = rows
+    alpha, positions, mask = (x.repeat_interleave(weight.long(), 0) for x in (alpha, positions, mask))
+    a, n_bins = alpha[mask], len(start.bins)
+    bins = (positions[mask] // start.bin_tokens).clamp(max=n_bins - 1)
+    return dict(alpha_mean=a.mean().item(), alpha_tail=tail(a, fraction=args.tail), alpha_tokens=len(a),
+                alpha_low=(a < (args.tau or 0.86)).sum().item() / len(alpha), bin_tokens=start.bin_tokens,
+                tail_by_bin=[tail(a[bins == i], fraction=args.tail) for i in range(n_bins)])
+
+
+def budget_metrics(rollouts, schedule):
+    """What the actor read: pages per bin, and the share of the cached pages over all tokens generated."""
+    read = had = 0
+    for r in rollouts:
+        lengths = torch.arange(len(r.prompt_ids), len(r.prompt_ids) + len(r.ids))
+        read += schedule.pages(lengths).sum().item()
+        had += schedule.have(lengths).sum().item()
+    return dict(kv_read=read / had,
+                pages_by_bin=[schedule.pages(schedule.bin_tokens * (i + 1)) for i in range(len(schedule.bins))])
+
+
+# ---- checkpoints ------------------------------------------------------------------------------------------------
+
+
+def save(out, done, policy, optimizer, controller):
+    """A folder that `transformers` opens, with what resuming needs beside it. Written aside, then renamed; two are kept."""
+    final, part = out / f"step-{done:06d}", out / f".step-{done:06d}.part"
+    shutil.rmtree(part, ignore_errors=True)
+    policy.save_pretrained(part)
+    torch.save(dict(step=done, optimizer=optimizer.state_dict(), controller=controller.state_dict()), part / "trainer.pt")
+    shutil.rmtree(final, ignore_errors=True)
+    os.replace(part, final)
+    for old in sorted(out.glob("step-*"))[:-2]:
+        shutil.rmtree(old)
+
+
+def restore(checkpoint, optimizer, controller, device):
+    """Optimizer and controller as they were -> steps done."""
+    state = torch.load(checkpoint / "trainer.pt", map_location=device, weights_only=True)
+    optimizer.load_state_dict(state["optimizer"])
+    controller.load_state_dict({k: v.cpu() if torch.is_tensor(v) else v for k, v in state["controller"].items()})
+    return state["step"]
 
 
 def newest_checkpoint(out):
@@ -677,10 +632,13 @@ def newest_checkpoint(out):
 
 
 def readable(m):
-    tails = [t for t in m["tail_by_bin"] if t == t]
-    line = (f"step {m['step']:4d} | reward {m['reward']:.3f} | solved {m['solved']:.2f} | length {m['length']:6.1f} | alpha tail "
-            f"{m['alpha_tail']:.3f} worst bin {min(tails):.3f} mean {m['alpha_mean']:.4f} | reads {m['kv_read']:5.1%} of KV | "
-            f"kl {m['kl']:.1e} | rollout {m['rollout_s']:.1f}s ({m['tokens_per_s']:,.0f} tok/s) train {m['train_s']:.1f}s")
+    """The line printed for a step; README explains every number."""
+    line = f"step {m['step']:4d}"
+    if "reward" in m:
+        worst = min(t for t in m["tail_by_bin"] if t == t)
+        line += (f" | reward {m['reward']:.3f} | length {m['length']:6.1f} | alpha tail {m['alpha_tail']:.3f} worst bin "
+                 f"{worst:.3f} mean {m['alpha_mean']:.4f} | reads {m['kv_read']:5.1%} of KV | kl {m['kl']:.1e} | rollout "
+                 f"{m['rollout_s']:.1f}s ({m['tokens_per_s']:,.0f} tok/s) train {m['train_s']:.1f}s")
     return line + (f" | eval {m['eval']:.3f}" if "eval" in m else "")
 
 
@@ -696,19 +654,22 @@ def plot(history, args, path):
     ax[0, 0].plot(steps, [m["reward"] for m in trained], label="reward, sparse actor", color="tab:blue", alpha=0.6)
     ax[0, 0].plot(*zip(*evals), "o-", label="held-out problems, dense policy", color="tab:green") if evals else None
     ax[0, 0].set(title="Is it learning?", xlabel="step", ylabel="mean reward")
-    width = (m := trained[-1])["bin_tokens"]
-    shades = plt.get_cmap("viridis")
-    for i, m in enumerate(trained):
-        x = [(b + 0.5) * width for b in range(len(m["tail_by_bin"]))]
-        style = dict(color=shades(i / max(len(trained) - 1, 1)), alpha=0.9 if i in (0, len(trained) - 1) else 0.35,
-                     label=f"step {m['step']}" if i in (0, len(trained) - 1) else None)
-        ax[0, 1].plot(x, m["tail_by_bin"], ".-", **style)
-        ax[1, 0].step([b * width for b in range(len(x) + 1)], [*m["pages_by_bin"], m["pages_by_bin"][-1]], where="post", **style)
+    edges = [i * trained[-1]["bin_tokens"] for i in range(len(trained[-1]["tail_by_bin"]) + 1)]
+    middles = [(a + b) / 2 for a, b in zip(edges, edges[1:])]
+    third = max(len(trained) // 3, 1)
+    for part, name, color in ((trained[:1], "step 1", "tab:gray"), (trained[-third:], "last third (median)", "tab:blue"),
+                              (trained[third:2 * third], "middle third (median)", "tab:orange")):
+        if part:  # one step's tail of one bin rests on a handful of tokens: the median over steps is what can be read
+            tails = torch.tensor([m["tail_by_bin"] for m in part]).nanmedian(0).values
+            pages = torch.tensor([m["pages_by_bin"] for m in part], dtype=torch.float).median(0).values.tolist()
+            ax[0, 1].plot(middles, tails, "o-", color=color, label=name)
+            ax[1, 0].step(edges, [*pages, pages[-1]], where="post", color=color, label=name)
     if args.tau:
         ax[0, 1].axhline(args.tau, color="tab:red", ls="--", label=f"tau = {args.tau}")
-    ax[0, 1].set(title=f"Does the tail hold? ({args.tail:.0%} quantile of alpha)", xlabel="cached tokens", ylabel="alpha")
-    ends = [width * (b + 1) for b in range(len(trained[-1]["pages_by_bin"]))]
-    ax[1, 0].plot(ends, [e / args.page_size for e in ends], color="gray", ls=":", label="all pages (dense)")
+    ax[0, 1].set(title=f"Does the tail hold? ({args.tail:.0%} quantile of alpha)", xlabel="cached tokens", ylabel="alpha",
+                 ylim=(-0.03, 1.03))
+    dense = [-(-e // args.page_size) for e in edges[1:]]
+    ax[1, 0].step(edges, [*dense, dense[-1]], where="post", color="black", ls=":", label="all pages (dense)")
     ax[1, 0].set(title="What the controller chose", xlabel="cached tokens", ylabel="pages read by a query")
     ax[1, 1].plot(steps, [m["length"] for m in trained], color="tab:purple", label="response length")
     ax[1, 1].set(title="Length and time", xlabel="step", ylabel="tokens", ylim=(0, None))
@@ -724,87 +685,135 @@ def plot(history, args, path):
     plt.close(fig)
 
 
-def summary(run, started):
+def summary(history, args, actor, n_held_out, longest, started):
     """The run in plain words."""
-    args, h = run.args, run.history
-    trained, evals = [m for m in h if "reward" in m], [m["eval"] for m in h if "eval" in m]
-    first, last = trained[0], trained[-1]
+    trained, evals = [m for m in history if "reward" in m], [m["eval"] for m in history if "eval" in m]
+    first, last, out = trained[0], trained[-1], Path(args.out)
     reached = [i for i, t in enumerate(last["tail_by_bin"]) if t == t]
     print("\nDone.")
     if evals:
-        print(f"  Accuracy of the dense policy on {len(run.held_out)} held-out problems: {evals[0]:.3f} before, {evals[-1]:.3f} after "
-              f"{last['step']} steps.")
+        print(f"  Accuracy of the dense policy on {n_held_out} held-out problems: {evals[0]:.3f} before, {evals[-1]:.3f} "
+              f"after {last['step']} steps.")
     print(f"  Tail of alpha ({args.tail:.0%} quantile): {first['alpha_tail']:.3f} at first, {last['alpha_tail']:.3f} at last"
           + (f"; the controller's aim is {args.tau}." if args.tau else "; the budget was fixed (--tau 0)."))
-    print(f"  Asked for: {'the schedule ' + args.schedule if args.schedule else f'{args.budget:.0%} of the cached pages'}. Read at the "
-          f"first step: {first['kv_read']:.0%}; at the last: {last['kv_read']:.0%} (from {last['pages_by_bin'][reached[0]]} pages early "
-          f"to {last['pages_by_bin'][reached[-1]]} late, of {-(-run.actor.max_context // args.page_size)}).")
-    print(f"  {sparse_pays(run, last)}")
-    print(f"  Time: {sum(m['rollout_s'] for m in trained):.0f} s in rollouts, {sum(m['train_s'] for m in trained):.0f} s in training, "
-          f"{time.perf_counter() - started:.0f} s in all.")
-    print(f"  Checkpoint: {run.out / f'step-{run.done:06d}'} (opens in transformers). Plot: {run.out / 'run.png'}. Metrics: "
-          f"{run.out / 'metrics.jsonl'}.")
+    asked = f"the schedule {args.schedule}" if args.schedule else f"{args.budget:.0%} of the cached pages"
+    print(f"  Asked for: {asked}. Read at the first step: {first['kv_read']:.0%}; at the last: {last['kv_read']:.0%} (from "
+          f"{last['pages_by_bin'][reached[0]]} pages early to {last['pages_by_bin'][reached[-1]]} late, of {actor.row_pages}).")
+    print(f"  {sparse_pays(actor, longest, last)}")
+    print(f"  Time: {sum(m['rollout_s'] for m in trained):.0f} s in rollouts, {sum(m['train_s'] for m in trained):.0f} s in "
+          f"training, {time.perf_counter() - started:.0f} s in all.")
+    print(f"  Checkpoint: {out}/step-{last['step']:06d} (opens in transformers). Plot: {out}/run.png. Metrics: "
+          f"{out}/metrics.jsonl.")
     other = "--budget 1 --out out-dense" if args.budget < 1 else "--budget 0.1 --out out-sparse"
-    same = f" --warm-dir {args.warm_dir or run.out / 'warm'}" if args.warm_start else ""
-    model = f" --model {args.model}" if args.model else ""
-    print(f"  Next: python train.py{model}{same} {other}    to compare, or --resume --steps {2 * args.steps} to go on.")
+    same = f" --warm-dir {args.warm_dir or out / 'warm'}" if args.warm_start else ""
+    print(f"  Next: python train.py{f' --model {args.model}' if args.model else ''}{same} {other}    to compare, or "
+          f"--out {out} --resume --steps {2 * args.steps} to go on.")
 
 
-def sparse_pays(run, m):
+def sparse_pays(actor, longest, m):
     """Bytes that a decode step must read, dense and sparse: the most that sparsity could save at this length."""
-    c, actor = run.policy.config, run.actor
-    width = actor.model.dtype.itemsize
+    c, width = actor.model.config, actor.model.dtype.itemsize
     weights = sum(p.numel() for p in actor.model.parameters()) * width
-    tokens = run.longest + m["length"] / 2
-    token = 2 * c.num_key_value_heads * c.head_dim * width  # K and V of one token in one layer
+    tokens = longest + m["length"] / 2
+    layer = actor.rows * tokens * 2 * c.num_key_value_heads * c.head_dim * width  # K and V of all rows in one layer
     sparse_layers = max(c.num_hidden_layers - actor.dense_layers, 0)
-    dense = actor.rows * tokens * token * c.num_hidden_layers
-    sparse = actor.rows * tokens * token * (c.num_hidden_layers - sparse_layers * (1 - m["kv_read"] - 0.5 / actor.page_size))
+    dense = layer * c.num_hidden_layers
+    sparse = dense - layer * sparse_layers * (1 - m["kv_read"] - 0.5 / actor.page_size)  # the landmarks are read too
     most = (weights + dense) / (weights + sparse)
-    return (f"Does sparse pay here? At {tokens:.0f} cached tokens and {actor.rows} rows a decode step reads {weights / 1e6:,.1f} MB of "
-            f"weights and {dense / 1e6:,.1f} MB of KV if dense, {sparse / 1e6:,.1f} MB if sparse: at most {most:.2f}x faster"
-            + (", so no; it pays at longer contexts." if most < 1.2 else "."))
+    return (f"Does sparse pay here? At {tokens:.0f} cached tokens and {actor.rows} rows a decode step reads "
+            f"{weights / 1e6:,.1f} MB of weights and {dense / 1e6:,.1f} MB of KV if dense, {sparse / 1e6:,.1f} MB if sparse: "
+            f"at most {most:.2f}x faster" + (", so no; it pays at longer contexts." if most < 1.2 else "."))
 
 
 # ---- main -------------------------------------------------------------------------------------------------------
 
 
 def main(argv=None):
-    started = time.perf_counter()
-    args = parse_args(argv)
-    try:
-        run = Run(args)
-    except (ValueError, OSError) as error:  # set-up only: what the user gave cannot work, and the message says why
+    started, args = time.perf_counter(), parse_args(argv)
+    device = torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
+    out, n, done, history = Path(args.out), args.samples, 0, []
+    try:  # set-up only: if what the user gave cannot work, the message says why
+        if not args.resume and any(out.glob("step-*")):
+            raise ValueError(f"--out {out}: there is a run in it. --resume goes on with it; for a new one give another --out "
+                             f"(and --warm-dir {out}/warm, to use its warm start again)")
+        checkpoint = newest_checkpoint(out) if args.resume else None
+        policy, warm = load_policy(args, out, device, checkpoint)
+        problems, held_out = split_problems(args)
+        longest = max(len(encode_prompt(policy.tokenizer, p.prompt, args.chat)) for p in problems + held_out)
+        actor, schedule = make_actor(policy, args, longest + args.max_new_tokens, device)
+        controller = Controller(schedule, args.tau, args.tail, args.min_pages)
+        optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay)
+        if checkpoint:
+            done, schedule = restore(checkpoint, optimizer, controller, device), controller.schedule
+            history = [m for m in map(json.loads, (out / "metrics.jsonl").read_text().splitlines()) if m["step"] <= done]
+        out.mkdir(parents=True, exist_ok=True)
+        flags = {k: v for k, v in vars(args).items() if k not in ("parser", "resume")}
+        (out / "config.json").write_text(json.dumps(flags, indent=1))
+        (out / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in history))
+    except (ValueError, OSError) as error:
         args.parser.error(str(error))
-    run.out.mkdir(parents=True, exist_ok=True)
-    flags = {k: v for k, v in vars(args).items() if k not in ("parser", "resume")}
-    (run.out / "config.json").write_text(json.dumps(flags, indent=1))
-    c = run.policy.config
-    print(f"{args.model or 'built-in model'}: {sum(p.numel() for p in run.policy.parameters()):,} parameters, "
-          f"{c.num_hidden_layers} layers, {c.num_attention_heads}/{c.num_key_value_heads} heads of {c.head_dim}, on {run.device}; "
-          f"{run.actor.rows} rows, {run.actor.pool_pages:,} pages of {args.page_size} ({run.actor.pool_bytes / 1e6:,.0f} MB)")
-    log = run.out / "metrics.jsonl"
-    log.write_text("".join(json.dumps(m) + "\n" for m in run.history))
+    c = policy.config
+    print(f"{args.model or 'built-in model'}: {sum(p.numel() for p in policy.parameters()):,} parameters, "
+          f"{c.num_hidden_layers} layers, {c.num_attention_heads}/{c.num_key_value_heads} heads of {c.head_dim}, on {device}; "
+          f"{actor.rows} rows, {actor.pool_pages:,} pages of {args.page_size} ({actor.pool_bytes / 1e6:,.0f} MB)")
+    if not warm:
+        warm_start(policy, args, device)
+        folder = Path(args.warm_dir or out / "warm")
+        policy.save_pretrained(folder)
+        (folder / "warm.json").write_text(json.dumps(warm_recipe(args), indent=1))
+        actor.load(policy)
     drawn = time.perf_counter()
-    if not run.done:
-        run.history.append({"step": 0} | run.evaluate())
-        print(f"step    0 | eval {run.history[0].get('eval', float('nan')):.3f}")
-        with log.open("a") as f:
-            f.write(json.dumps(run.history[0]) + "\n")
-    while run.done < args.steps:
-        m = run.step() | {"bin_tokens": run.controller.start.bin_tokens}
-        if run.done % args.eval_every == 0 or run.done == args.steps:
-            m |= run.evaluate()
-        run.history.append(m)
-        with log.open("a") as f:
+
+    def record(m):
+        history.append(m)
+        with (out / "metrics.jsonl").open("a") as f:
             f.write(json.dumps(m) + "\n")
         print(readable(m))
-        if run.done % args.save_every == 0 or run.done == args.steps:
-            run.save()
-        if time.perf_counter() - drawn > 20 or run.done == args.steps:
-            plot(run.history, args, run.out / "run.png")
+
+    if not done:
+        record({"step": 0} | evaluate(actor, policy, held_out, args))
+    while done < args.steps:
+        # 1. generate with the sparse actor
+        t0 = time.perf_counter()
+        batch = pick(problems, done * args.prompts, args.prompts, args.seed)
+        rollouts = generate(actor, policy, batch, n, schedule, (args.seed, done), args)
+        # 2. grade, and compare within each prompt's group
+        t1 = time.perf_counter()
+        rewards = grade_all(rollouts, batch, n, policy.tokenizer)
+        adv = advantages(rewards, n, args.adv).tolist()
+        # 3. groups without spread teach nothing; one sample of each still measures alpha, for all n
+        t2 = time.perf_counter()
+        spread = [any(adv[i - i % n:i - i % n + n]) for i in range(len(adv))]
+        kept = [Scored(r, a) for r, a, s in zip(rollouts, adv, spread) if s]
+        unmoved = [Scored(rollouts[i], 0.0, n) for i in range(0, len(adv), n) if not spread[i]]
+        # 4. update theta
+        for group in optimizer.param_groups:
+            group["lr"] = args.lr * min(1.0, (done + 1) / max(args.warmup, 1))
+        measured, stats = update_policy(policy, optimizer, kept, unmoved, args, device)
+        # 5. the controller reads alpha and sets the next schedule; the actor takes over theta
+        rows, used, lengths = measured.rows(), schedule, [len(r.ids) for r in rollouts]
+        mean_length = sum(lengths) / len(lengths)
+        if args.tau:
+            schedule = controller.update(*rows, response_length=mean_length, kl=stats["kl"])
+        actor.load(policy)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        # 6. write it down
+        done, t3 = done + 1, time.perf_counter()
+        m = dict(step=done, reward=sum(rewards) / len(rewards), solved=sum(r == 1 for r in rewards) / len(rewards),
+                 length=mean_length, cut_off=sum(r.finish == "length" for r in rollouts) / len(rollouts), dropped=len(unmoved))
+        m |= alpha_metrics(rows, controller.start, args) | budget_metrics(rollouts, used) | stats
+        m |= dict(rollout_s=t1 - t0, grade_s=t2 - t1, train_s=t3 - t2, tokens_per_s=sum(lengths) / (t1 - t0),
+                  lr=optimizer.param_groups[0]["lr"])
+        if done % args.eval_every == 0 or done == args.steps:
+            m |= evaluate(actor, policy, held_out, args)
+        record(m)
+        if done % args.save_every == 0 or done == args.steps:
+            save(out, done, policy, optimizer, controller)
+        if time.perf_counter() - drawn > 20 or done == args.steps:
+            plot(history, args, out / "run.png")
             drawn = time.perf_counter()
-    summary(run, started)
+    summary(history, args, actor, len(held_out), longest, started)
 
 
 if __name__ == "__main__":

@@ -97,6 +97,7 @@ def countdown(rng, count=3, largest=20):
 
 
 TASKS = {"chain": chain, "countdown": countdown}
+SIZES = {"chain": "leaves,lines,answers", "countdown": "count,largest"}
 
 
 def parse_task(spec):
@@ -104,8 +105,8 @@ def parse_task(spec):
     name, _, sizes = spec.partition(":")
     if name not in TASKS:
         return None
-    if sizes and not re.fullmatch(r"\d+(,\d+)*", sizes):
-        raise ValueError(f"--task {spec}: sizes after the colon are whole numbers with commas, as in chain:20,24,4")
+    if sizes and (not re.fullmatch(r"\d+(,\d+)*", sizes) or sizes.count(",") > SIZES[name].count(",")):
+        raise ValueError(f"--task {spec}: after the colon come whole numbers, {name}:{SIZES[name]}")
     return TASKS[name], tuple(map(int, sizes.split(","))) if sizes else ()
 
 
@@ -151,7 +152,10 @@ def _read_problem(row):
         raise ValueError(f"kind '{kind}' is not one of math, countdown, chain")
     if kind == "math" and "####" in answer:
         answer = answer.rsplit("####", 1)[1].strip()
-    return Problem(prompt, answer, kind, tuple(int(n) for n in row.get("numbers", ())), str(row.get("trace", "")))
+    numbers = tuple(int(n) for n in row.get("numbers", ()))
+    if kind == "countdown" and not (numbers and re.fullmatch(r"-?\d{1,9}", answer)):
+        raise ValueError("a countdown needs a whole number as its answer, and \"numbers\"")
+    return Problem(prompt, answer, kind, numbers, str(row.get("trace", "")))
 
 
 # ---- grading ----------------------------------------------------------------------------------------------------
@@ -238,18 +242,22 @@ def grade_math(response, answer):
     given = extract_answer(response)
     if given is None or len(given) > 1000:
         return 0.0
-    given, gold = (_mixed_number(re.sub(r"(?<=\d),(?=\d{3}\b)", "", x.replace("\\!", "")).strip("$ ")) for x in
-                   (given, extract_answer(answer) or answer))
+    given, gold = (_plain(x) for x in (given, extract_answer(answer) or answer))
     if given == gold:
         return 1.0
+    if "$" in given or re.search(r"\d\s+\d", given):  # several answers at once
+        return 0.0
     plain = r"[-+]?\d{1,1000}(\.\d{1,1000}|/0*[1-9]\d{0,999})?"  # exact, and no need to ask the worker
     if re.fullmatch(plain, given) and re.fullmatch(plain, gold):
         return float(Fraction(given) == Fraction(gold))
     return float(_worker.equal(gold, given))
 
 
-def _mixed_number(text):
-    """2 2/3 and 2\\frac{2}{3} are 8/3, not 4/3 and not 2."""
+def _plain(text):
+    """Without dollars and thousands separators; 2 2/3 and 2\\frac{2}{3} become 8/3, not 4/3 and not 2."""
+    text = text.replace("\\!", "").strip("$ \n")
+    if re.fullmatch(r"[-+]?\d{1,3}(,\d{3})+(\.\d+)?", text):
+        text = text.replace(",", "")
     match = re.fullmatch(r"(-?)(\d{1,9})\s*(?:\s(\d{1,9})/(\d{1,9})|\\[dt]?frac\{(\d{1,9})\}\{(\d{1,9})\})", text)
     if not match:
         return text
@@ -271,13 +279,13 @@ class _MathWorker:
 
     def equal(self, gold, given):
         with self.lock:
-            for attempt in range(2):  # a worker found dead (out of memory on the last question) is replaced once
+            for attempt in range(2):  # a worker found dead is replaced once; one that dies of its question has answered
                 if self.process is None or self.process.poll() is not None:
                     self._start()
                 try:
                     self.process.stdin.write(json.dumps([gold, given]).encode() + b"\n")
-                    self.process.stdin.flush()
-                    if select.select([self.process.stdout], [], [], self.SECONDS)[0] and (line := self.process.stdout.readline()):
+                    answered, _, _ = select.select([self.process.stdout], [], [], self.SECONDS)
+                    if answered and (line := self.process.stdout.readline()):
                         return line == b"1\n"
                     break
                 except BrokenPipeError:
@@ -286,10 +294,12 @@ class _MathWorker:
             return False
 
     def _start(self):
-        self.process = subprocess.Popen([sys.executable, __file__, "--math-worker"], stdin=subprocess.PIPE,
+        self.process = subprocess.Popen([sys.executable, __file__, "--math-worker"], stdin=subprocess.PIPE, bufsize=0,
                                         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
-        select.select([self.process.stdout], [], [], 60)  # "ready": importing sympy is not the answer's time
-        self.process.stdout.readline()
+        ready, _, _ = select.select([self.process.stdout], [], [], 60)  # importing sympy is not the answer's time
+        if not ready or self.process.stdout.readline() != b"ready\n":
+            self.stop()
+            raise RuntimeError("the math worker did not start: is math-verify installed? (pip install -r requirements.txt)")
 
     def stop(self):
         if self.process is not None:
@@ -313,13 +323,17 @@ def _serve_math():
     from math_verify import parse, verify
     print("ready", flush=True)
     for line in sys.stdin:
+        # An orphan whose parent was killed must not compute on: CPU seconds are rationed question by question.
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        ration = int(used.ru_utime + used.ru_stime + 2 * _MathWorker.SECONDS + 1)
+        resource.setrlimit(resource.RLIMIT_CPU, (ration, resource.RLIM_INFINITY))
         gold, given = json.loads(line)
         try:
             a, b = (parse(f"${x}$", parsing_timeout=None) for x in (gold, given))
             if a and b and all(getattr(x[0], "is_number", False) for x in (a, b)):
-                same = bool((a[0] - b[0]).equals(0))  # math-verify would round: 1/2004! and 1/2006! are not equal
+                same = bool((a[0] - b[0]).equals(0))  # math-verify rounds, and calls 1/2004! and 1/2006! equal
             else:
-                same = bool(a and b) and verify(a, b, timeout_seconds=None)
+                same = bool(a and b) and verify(a, b, float_rounding=60, numeric_precision=80, timeout_seconds=None)
         except Exception:  # whatever sympy makes of nonsense, the answer is not the right one
             same = False
         print(int(same), flush=True)

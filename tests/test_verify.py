@@ -1,4 +1,4 @@
-"""Problems, graders, the math worker and pass@k. CASES: Verifier (no code sandbox yet)."""
+"""Problems, graders, the math worker and pass@k. CASES: Verifier (there is no code sandbox yet)."""
 import itertools
 import json
 import os
@@ -13,42 +13,37 @@ from math import comb
 import pytest
 
 import verify
-from verify import Problem, chain, countdown, grade, grade_chain, grade_countdown, grade_math, load_problems, pass_at_k
+from verify import Problem, chain, grade, grade_chain, grade_countdown, grade_math, load_problems, pass_at_k
+
+THIRD = r"\boxed{\frac{2}{6}}", r"\frac13"  # a right answer that only the worker can tell
 
 
 def boxed(text):
     return "so \\boxed{%s} it is" % text
 
 
-@pytest.fixture
-def quick(monkeypatch):
-    """A worker that is given 1.5 seconds an answer."""
-    monkeypatch.setattr(verify._worker, "SECONDS", 1.5)
-
-
 @pytest.mark.parametrize("spec", ["chain", "chain:4,4,2", "chain:2,1,1", "countdown", "countdown:2,9", "countdown:6,5"])
 def test_every_worked_trace_is_right(spec):
-    """Fault: a task whose own solution scores under 1. Also: one seed, one set of problems."""
+    """Faults: a task whose own solution scores under 1; problems that depend on more than the seed."""
     problems = load_problems(spec, 7, 50)
     assert all(grade(p.trace, p) == 1 for p in problems)
-    assert problems == load_problems(spec, 7, 50)[:] and problems[:20] == load_problems(spec, 7, 20)
-    assert not set(p.prompt for p in problems) & set(p.prompt for p in load_problems(spec, 8, 50)) or ":2" in spec
+    assert problems[:20] == load_problems(spec, 7, 20) and problems != load_problems(spec, 8, 50)
 
 
-def test_chain_by_its_own_rules():
-    """Faults: values that do not follow from the sheet; sizes ignored; an operand not yet known."""
+@pytest.mark.parametrize("far", [False, True])
+def test_chain_by_its_own_rules(far):
+    """Faults: values that do not follow from the sheet; sizes ignored; a sheet of another length."""
+    p, chained = chain(random.Random(1), 10, 12, 3, far=far), 0
+    value = {x[0]: int(x[1]) for x in p.prompt.split(";")[:10]}
+    leaves = set(value)
+    for a, b, c in re.findall(r"(\w)\+(\w)=(\w)", p.prompt):
+        chained += not {a, b} <= leaves
+        value[c] = (value[a] + value[b]) % 5
+    assert len(value) == 22 and chained == (0 if far else 12 - 3)
+    assert p.answer == "".join(f"{x}{value[x]}" for x in p.prompt.split("?")[1])
+    assert all(value[x] == int(v) for x, v in re.findall(r"([a-zA-Z])(\d)", p.trace))
     p = load_problems("chain", 0, 1)[0]
     assert len(p.prompt) == 209 and len(p.trace) == 226 and len(p.answer) == 8
-    for far in (False, True):
-        p, near = chain(random.Random(1), 10, 12, 3, far=far), 0
-        value = {x[0]: int(x[1]) for x in p.prompt.split(";")[:10]}
-        leaves = set(value)
-        for a, b, c in re.findall(r"(\w)\+(\w)=(\w)", p.prompt):
-            near += not {a, b} <= leaves
-            value[c] = (value[a] + value[b]) % 5
-        assert len(value) == 22 and near == (0 if far else 12 - 3)
-        assert p.answer == "".join(f"{x}{value[x]}" for x in p.prompt.split("?")[1])
-        assert all(value[x] == int(v) for x, v in re.findall(r"([a-zA-Z])(\d)", p.trace))
 
 
 def test_chain_traces_that_give_up():
@@ -79,12 +74,9 @@ def test_countdown_grades(text, reward):
 
 
 def test_countdown_divides_exactly():
-    """Faults: floating point (8/(3-8/3) is 24 only in fractions), integer division."""
-    assert grade_countdown(boxed("8/(3-8/3)"), "24", (3, 3, 8, 8)) == 1
-    assert grade_countdown(boxed(r"8\div(3\u2212 8/3)".replace(r"\u2212", "\u2212")), "24", (3, 3, 8, 8)) == 1
+    """Faults: floating point (8/(3-8/3) is 24 in fractions only), integer division, a minus sign of another kind."""
+    assert grade_countdown(boxed("8\\div(3\u22128/3)"), "24", (3, 3, 8, 8)) == 1
     assert grade_countdown(boxed("7/2"), "3", (2, 7)) == 0
-    for p in load_problems("countdown", 3, 30):
-        assert sorted(map(int, re.findall(r"\d+", p.prompt)[:3])) == sorted(p.numbers) and 1 <= int(p.answer) <= 100
 
 
 @pytest.mark.parametrize("response, answer, reward", [
@@ -94,94 +86,64 @@ def test_countdown_divides_exactly():
     (boxed("1/2004!"), "1/2006!", 0), (boxed("2^{-99}"), "2^{-98}", 0), (boxed("(2^{-99},1)"), "(2^{-98},1)", 0),
     (boxed("12345678901234567890"), "12345678901234567891", 0), (boxed("0.3333333333"), "1/3", 0),
     (boxed(r"\frac{12345678901234567890}{1}"), "12345678901234567891", 0), (boxed("0.33333333333333333"), r"\frac13", 0),
-    (boxed(r"\pm 2021"), "2021", 0), (boxed("2021"), r"\pm 2021", 0), (boxed("(1,2)"), "(2,1)", 0), (boxed("(1,2)"), "(1, 2)", 1),
-    (boxed("(5, 120)"), "(5,120)", 1), (boxed("5120"), "(5,120)", 0),
+    (boxed(r"\pm 2021"), "2021", 0), (boxed("2021"), r"\pm 2021", 0), (boxed("(1,2)"), "(2,1)", 0),
+    (boxed("(1,2)"), "(1, 2)", 1), (boxed("(5, 120)"), "(5,120)", 1), (boxed("5120"), "(5,120)", 0),
     ("**73**", "73", 1), ("The steps.\n**Answer:** 73", "73", 1), ("The steps.\nAnswer: **73**.", "73", 1),
     (boxed("2 2/3"), "2", 0), (boxed("2 2/3"), "3", 0), (boxed("2 2/3"), "8/3", 1), (boxed(r"-2\frac{2}{3}"), "-8/3", 1),
     ("Work.\n#### 42 " + "and so on " * 50, "42", 1), ("#### 41\n#### 42", "42", 1), ("#### 42", "#### 42", 1),
-    ("I do not know.\nSorry.", "42", 0), ("", "42", 0), (boxed(""), "42", 0)])
+    ("I do not know.\nSorry.", "42", 0), ("", "42", 0), (boxed(""), "42", 0),
+    *[(boxed(guess), "42", 0) for guess in ("41, 42", "42, 41", "41,42", "41 or 42", r"\{41, 42\}", "41$ $42", "41\n42")]])
 def test_math_table(response, answer, reward):
-    """CASES: box cut at the first brace, tolerance, mixed forms."""
+    """CASES: box cut at the first brace, tolerance, mixed forms, lists of guesses."""
     assert grade_math(response, answer) == reward
 
 
-@pytest.mark.parametrize("guesses", ["41, 42", "42, 41", "41,42", "41 or 42", r"\{41, 42\}", r"41 \text{ or } 42", "41$ $42",
-                                     "41\n42"])
-def test_a_list_of_guesses_is_worth_nothing(guesses):
-    """Fault: the gold among several answers, or last of them, is taken for the answer."""
-    assert grade_math(boxed(guesses), "42") == 0
+@pytest.mark.parametrize("text", [
+    "\\boxed{" * 20_000, boxed("1") * 20_000 + "\\boxed{", "\\boxed{" + "{" * 10**6, "####" * 20_000, "answer " * 20_000,
+    boxed("9" * 10**5), boxed("1+" * 50_000 + "1")], ids=lambda text: text[:9])
+def test_long_nonsense_takes_no_time(text):
+    start = time.perf_counter()
+    assert grade_math(text, "5") == 0 and time.perf_counter() - start < 1
 
 
-def test_many_boxes_take_no_time(quick):
-    for text in ("\\boxed{" * 20_000, boxed("1") * 20_000 + "\\boxed{", "\\boxed{" + "{" * 10**6, "answer " * 20_000,
-                 "####" * 20_000, boxed("9" * 10**5), boxed("1+" * 50_000 + "1")):
-        start = time.perf_counter()
-        assert grade_math(text, "5") == 0 and time.perf_counter() - start < 1
-
-
-@pytest.mark.parametrize("tower, in_thread", [("5^{5^{5^5}}", False), ("5^(5^(5^5))", False), ("10^10^10", True), ("9999999!", True)])
-def test_power_towers_cost_their_own_sample(tower, in_thread, quick):
+@pytest.mark.parametrize("tower, in_thread", [
+    ("5^{5^{5^5}}", False), ("5^(5^(5^5))", False), ("10^10^10", True), ("9999999!", True)])
+def test_power_towers_cost_their_own_sample(tower, in_thread, monkeypatch):
     """Fault: a hang, or the next sample ungraded. An alarm works in a main thread only: also from another."""
+    monkeypatch.setattr(verify._worker, "SECONDS", 1.5)
+    grade_math(*THIRD)  # the worker is up
     found, start = [], time.perf_counter()
 
     def work():
-        found.append(grade_math(boxed(tower), r"\frac{1}{3}"))
-        found.append(time.perf_counter() - start)
-        found.append(grade_math(boxed(r"\frac{2}{6}"), r"\frac{1}{3}"))
+        found.extend([grade_math(boxed(tower), "1/3"), time.perf_counter() - start, grade_math(*THIRD)])
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start() if in_thread else work()
     if in_thread:
-        thread = threading.Thread(target=work, daemon=True)
-        thread.start()
         thread.join(20)
-    else:
-        work()
     assert found[0] == 0 and found[1] < 1.5 + 3 and found[2] == 1
 
 
-def test_worker_is_replaced_and_stopped():
-    """Faults: a worker that died is never replaced, or brings the run down; a process left behind."""
-    assert grade_math(boxed(r"\frac{2}{6}"), r"\frac13") == 1
-    pid = verify._worker.process.pid
-    verify._worker.process.kill()
-    verify._worker.process.wait()
-    assert grade_math(boxed(r"\frac{2}{6}"), r"\frac13") == 1 and verify._worker.process.pid != pid
+def test_worker_is_replaced_and_stopped(monkeypatch):
+    """Faults: a worker that died is not replaced, or brings the run down; a process left behind."""
+    for seen_dead in (True, False):
+        assert grade_math(*THIRD) == 1
+        process = verify._worker.process
+        process.kill()
+        process.wait()
+        if not seen_dead:  # it dies just after it was looked at: the question goes into a broken pipe
+            monkeypatch.setattr(process, "poll", lambda: None)
+        assert grade_math(*THIRD) == 1 and verify._worker.process is not process
     pid = verify._worker.process.pid
     verify._worker.stop()
     assert verify._worker.process is None and not os.path.exists(f"/proc/{pid}")
-    verify._worker.stop()
 
 
-def test_worker_that_dies_between_question_and_look(monkeypatch):
-    """Fault: closing a broken pipe with a question still in its buffer raises once more."""
-    grade_math(boxed(r"\frac{2}{6}"), r"\frac13")
-    process = verify._worker.process
-    process.kill()
-    process.wait()
-    monkeypatch.setattr(process, "poll", lambda: None)  # it died just after it was looked at
-    try:
-        assert grade_math(boxed(r"\frac{2}{6}"), r"\frac13") == 1
-    finally:
-        verify._worker.process = None
-
-
-def test_no_worker_outlives_a_killed_run():
-    """Fault: the run is killed during a power tower, and the worker goes on computing for ever."""
-    code = ("import os, threading, time, verify\n"
-            "threading.Thread(target=verify.grade_math, args=('\\\\boxed{9999999!}', '\\\\frac13')).start()\n"
-            "time.sleep(2.5)\nprint(verify._worker.process.pid, flush=True)\nos.kill(os.getpid(), 9)")
-    pid = int(subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=os.path.dirname(verify.__file__)).stdout)
-
-    def alive():
-        try:
-            return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] != "Z"
-        except OSError:
-            return False
-    end = time.time() + 7
-    while alive() and time.time() < end:
-        time.sleep(0.1)
-    still = alive()
-    if still:
-        os.kill(pid, 9)
-    assert not still
+def test_worker_ends_by_itself():
+    """Fault: the run is killed during a power tower, and its worker goes on computing for ever."""
+    code = "import verify; verify._MathWorker.SECONDS = 0.5; verify._serve_math()"
+    done = subprocess.run([sys.executable, "-c", code], input='["1/3", "9999999!"]\n', text=True, capture_output=True,
+                          cwd=os.path.dirname(verify.__file__), timeout=15)
+    assert done.returncode < 0 and done.stdout == "ready\n"
 
 
 def test_problem_files(tmp_path):
@@ -191,11 +153,16 @@ def test_problem_files(tmp_path):
     file.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
     assert load_problems(str(file)) == [Problem("a", "0"), Problem("b", "42"), Problem("c", "1/2"),
                                         Problem("d", "24", "countdown", (4, 6))]
+    file.write_text("\n")
+    with pytest.raises(ValueError, match="no problems"):
+        load_problems(str(file))
+    with pytest.raises(FileNotFoundError, match="nowhere.jsonl.*neither a task"):
+        load_problems("nowhere.jsonl")
 
 
 @pytest.mark.parametrize("line", [
-    '{"prompt": "a"', "[1, 2]", '{"prompt": "a"}', '{"answer": "1"}', '{"prompt": "", "answer": "1"}', '{"prompt": 3, "answer": 1}',
-    '{"prompt": "a", "answer": "1", "kind": "poetry"}', '{"prompt": "a", "answer": "1", "numbers": 5}',
+    '{"prompt": "a"', "[1, 2]", '{"prompt": "a"}', '{"answer": "1"}', '{"prompt": "", "answer": "1"}',
+    '{"prompt": 3, "answer": 1}', '{"prompt": "a", "answer": 1, "kind": "x"}', '{"prompt": "a", "answer": 1, "numbers": 5}',
     '{"prompt": "a", "answer": "ten", "kind": "countdown", "numbers": [5, 5]}'])
 def test_a_broken_line_is_named(tmp_path, line):
     """Fault: a traceback without the place; or only hours later, when the problem is graded."""
@@ -205,20 +172,13 @@ def test_a_broken_line_is_named(tmp_path, line):
         load_problems(str(file))
 
 
-@pytest.mark.parametrize("spec", ["chain:1,4,2", "chain:4,2,3", "chain:30,30,4", "chain:4,4,0", "chain:a", "chain:4,", "chain:-4,4,2",
-                                  "countdown:1", "countdown:9", "countdown:3,1", "countdown:3,20,7", "chain:4,4,2,1,1,1"])
+@pytest.mark.parametrize("spec", [
+    "chain:1,4,2", "chain:4,2,3", "chain:30,30,4", "chain:4,4,0", "chain:a", "chain:4,", "chain:-4,4,2", "chain:4,4,2,1,1,1",
+    "countdown:1", "countdown:9", "countdown:3,1", "countdown:3,20,7"])
 def test_bad_sizes_are_refused(spec):
-    """Fault: a hang or a TypeError's traceback. The message names the task."""
+    """Fault: a hang, or a TypeError's traceback."""
     with pytest.raises(ValueError, match=spec.partition(":")[0]):
         load_problems(spec, 0, 1)
-
-
-def test_missing_and_empty_files(tmp_path):
-    with pytest.raises(FileNotFoundError, match="nowhere.jsonl.*neither a task"):
-        load_problems("nowhere.jsonl")
-    (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(ValueError, match="no problems"):
-        load_problems(str(tmp_path / "empty.jsonl"))
 
 
 def test_pass_at_k_counts_subsets():
@@ -226,7 +186,6 @@ def test_pass_at_k_counts_subsets():
         for c, k in itertools.product(range(n + 1), range(1, n + 1)):
             right = sum(any(i < c for i in chosen) for chosen in itertools.combinations(range(n), k))
             assert pass_at_k(n, c, k) == pytest.approx(right / comb(n, k), abs=1e-12)
-    assert pass_at_k(10**5, 1, 1) == pytest.approx(1e-5)
     for bad in ((5, 6, 1), (5, -1, 1), (5, 2, 0), (5, 2, 6)):
         with pytest.raises(ValueError, match="pass@k"):
             pass_at_k(*bad)
