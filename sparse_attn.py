@@ -116,12 +116,13 @@ def paged_attention_ref(q, k_pages, v_pages, page_table, lengths, pages=None, co
         counts = (lengths + S - 1) // S
         pages = torch.arange(page_table.shape[1], device=q.device, dtype=torch.int32).expand(B, G, -1)
     K = pages.shape[-1]
+    kept = torch.arange(K, device=q.device) < counts[:, None]                            # [B,K]
+    pages = pages.masked_fill(~kept[:, None], 0)  # what stands behind the count may be anything
     pool = page_table.long()[:, None].expand(-1, G, -1).gather(2, pages.long())          # [B,G,K] pool pages
     head = torch.arange(G, device=q.device)[:, None]
     # An embedding look-up of (page, head) rows is the fastest gather PyTorch has.
     k, v = (F.embedding(pool * G + head, x.view(N * G, S * D)).view(B, G, K * S, D).float() for x in (k_pages, v_pages))
     token = pages[..., None] * S + torch.arange(S, device=q.device)                      # [B,G,K,S] positions
-    kept = torch.arange(K, device=q.device) < counts[:, None]                            # [B,K]
     valid = (token < lengths[:, None, None, None]) & kept[:, None, :, None]
     att = q.view(B, G, H // G, D).float() @ k.transpose(-1, -2) * D**-0.5                # [B,G,R,K*S]
     att = att.masked_fill(~valid.view(B, G, 1, K * S), float("-inf")).softmax(-1)

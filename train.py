@@ -713,7 +713,8 @@ def summary(history, args, actor, n_held_out, longest, started):
 def sparse_pays(actor, longest, m):
     """Bytes that a decode step must read, dense and sparse: the most that sparsity could save at this length."""
     c, width = actor.model.config, actor.model.dtype.itemsize
-    weights = sum(p.numel() for p in actor.model.parameters()) * width
+    read = [p.numel() for n, p in actor.model.named_parameters() if c.tied or "embed_tokens" not in n]
+    weights = sum(read) * width
     tokens = longest + m["length"] / 2
     layer = actor.rows * tokens * 2 * c.num_key_value_heads * c.head_dim * width  # K and V of all rows in one layer
     sparse_layers = max(c.num_hidden_layers - actor.dense_layers, 0)

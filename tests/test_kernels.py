@@ -104,3 +104,14 @@ def test_a_pool_of_more_than_2_to_the_31_elements():
     last = (k[-8:].clone(), v[-8:].clone())
     ref = sa.paged_attention_ref(q, *last, table - (N - 8), n, *chosen)
     assert close(sa.paged_attention(q, k, v, table, n, *chosen), ref, torch.bfloat16)
+
+
+def test_what_stands_behind_the_count_may_be_anything():
+    """The kernel leaves it unwritten; reference and kernel must both ignore it."""
+    q, k, v, marks, table, n = cache(4, 2, 32, 16, [40, 100])
+    pages, counts = sa.select_pages_ref(q, marks, table, n, torch.tensor([2, 5], dtype=torch.int32, device=DEVICE), 16, 1, 1)
+    junk = pages.clone()
+    junk[0, :, 2:] = 2**30
+    for attend in (sa.paged_attention_ref, sa.paged_attention_triton):
+        more = {} if attend is sa.paged_attention_ref else {"splits": 2}
+        assert torch.equal(attend(q, k, v, table, n, junk, counts, **more), attend(q, k, v, table, n, pages, counts, **more))
