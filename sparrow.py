@@ -719,7 +719,6 @@ class Actor:
             return [torch.zeros(pool_pages + 1, c.num_key_value_heads, *shape, c.head_dim, dtype=self.model.dtype,
                                 device=self.device) for _ in range(c.num_hidden_layers)]
         self.k, self.v, self.landmarks = pool(self.page_size), pool(self.page_size), pool()
-        self.free, self.refs = list(range(pool_pages, 0, -1)), np.zeros(pool_pages + 1, dtype=np.int64)
 
     @torch.no_grad()
     def load(self, model, lora=None):
@@ -747,6 +746,10 @@ class Actor:
         prompt, its place in the step's global batch. Raises ValueError when a request can never fit.
         """
         self._check(prompts, n, max_new_tokens, temperature)
+        if schedule and schedule.page_size != self.page_size:
+            raise ValueError(f"the schedule counts pages of {schedule.page_size} tokens, this actor's pages have {self.page_size}")
+        # Anew each time: a call that was interrupted leaves nothing behind.
+        self.free, self.refs = list(range(self.pool_pages, 0, -1)), np.zeros(self.pool_pages + 1, dtype=np.int64)
         self.schedule = schedule or Schedule.fraction(1.0, self.max_context, page_size=self.page_size)
         lengths = torch.arange(self.max_context + 1, device=self.device)
         self.budget_of.copy_(self.schedule.pages(lengths))  # by cached length: the device looks its budgets up

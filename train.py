@@ -65,7 +65,7 @@ def parse_args(argv=None):
     flag("--chat", "auto", "wrap prompts in the tokenizer's chat template; auto: if it has one",
          choices=["auto", "on", "off"])
     flag("--out", "out", "folder for metrics, plot and checkpoints")
-    flag("--steps", 200, "GRPO steps", 14)
+    flag("--steps", 200, "GRPO steps", 12)
     flag("--seed", 0, "seeds problems, samples and weights")
     flag("--device", "auto", "auto, cpu or cuda")
     # rollouts
@@ -100,17 +100,17 @@ def parse_args(argv=None):
     flag("--weight-decay", 0.0, "of AdamW")
     flag("--micro-tokens", 16384, "tokens in one forward pass: memory only, the mathematics stays", 8192)
     # supervised warm start on a procedural task's own traces
-    flag("--warm-start", 0, "supervised steps on the task's worked traces before GRPO", 480)
+    flag("--warm-start", 0, "supervised steps on the task's worked traces before GRPO", 400)
     flag("--warm-dir", None, "where the warm-started model is kept and looked for (default OUT/warm)")
     flag("--warm-lr", 1e-5, "AdamW learning rate of the warm start", 3e-3)
     flag("--warm-muon", 0.0, "Muon learning rate for hidden matrices in the warm start; 0: AdamW for all", 0.02)
-    flag("--warm-tokens", 16384, "tokens in a warm-start step", 4000)
+    flag("--warm-tokens", 16384, "tokens in a warm-start step", 3600)
     flag("--give-up", 0.0, "share of the warm start's chain traces that stop working half-way and guess: a habit for GRPO "
          "to break", 0.4)
     # evaluation and saving
     flag("--eval", 32, "held-out problems for evaluating the dense policy; 0: none", 48)
     flag("--eval-samples", 1, "samples for each of them", 2)
-    flag("--eval-every", 20, "steps between evaluations (also before the first and after the last)", 7)
+    flag("--eval-every", 20, "steps between evaluations (also before the first and after the last)", 6)
     flag("--save-every", 50, "steps between checkpoints (also after the last)")
     p.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out, with its flags")
     args = p.parse_args(argv)
@@ -460,8 +460,8 @@ def warm_start(policy, args, device):
     bar = tqdm(range(args.warm_start), desc="warm start", unit=" steps")
     for step in bar:
         left = (args.warm_start - step) / args.warm_start
-        for o, lr in zip(optimizers, base):  # ramp up over ten steps, cool down over the last third
-            o.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / 10, 3 * left)
+        for o, lr in zip(optimizers, base):  # ramp up over ten steps, cool down over the last seventh
+            o.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / 10, 7 * left)
         loss = supervised_loss(policy, traces(args, step, stage), args, device)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
@@ -469,7 +469,7 @@ def warm_start(policy, args, device):
             o.step()
             o.zero_grad(set_to_none=True)
         running = loss.item() if running is None else 0.9 * running + 0.1 * loss.item()
-        if stage == 0 and running < 0.1:  # by what it can do, never by the clock
+        if stage == 0 and running < 0.2:  # by what it can do, never by the clock
             stage, running = 1, None
         bar.set_postfix(loss=f"{running or 0:.3f}", stage=stage)
 

@@ -155,6 +155,27 @@ def test_a_request_over_the_context_is_refused_with_the_numbers(tiny, prompts):
         actor_for(tiny).generate([prompts[0], []], 1, 5)
 
 
+def test_an_interrupted_call_leaves_nothing_behind(tiny, prompts):
+    """Ctrl-C in the middle of a rollout: the next call has all pages and draws what it should."""
+    actor, decode, calls = actor_for(tiny, pool_pages=60), Actor._decode, []
+
+    def interrupt(*args):
+        calls.append(1)
+        if len(calls) == 20:
+            raise KeyboardInterrupt
+        return decode(actor, *args)
+    actor._decode = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        actor.generate(prompts, 2, 40, 1.0, SPARSE)
+    got, want = actor.generate(prompts, 2, 40, 1.0, SPARSE), actor_for(tiny).generate(prompts, 2, 40, 1.0, SPARSE)
+    assert [r.ids for r in got] == [r.ids for r in want] and len(actor.free) == 60
+
+
+def test_a_schedule_of_another_page_size_is_refused(tiny, prompts):
+    with pytest.raises(ValueError, match="pages of 16 tokens.*have 4"):
+        actor_for(tiny).generate(prompts, 1, 5, 1.0, Schedule((4,), 10, 16))
+
+
 def test_padded_vocabulary_is_never_sampled(checkpoints, prompts, monkeypatch):
     """Rows of the head above the tokenizer's size exist in the weights and in no distribution."""
     model = Model.from_pretrained(checkpoints["qwen3"][0])
