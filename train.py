@@ -46,72 +46,83 @@ from tqdm import tqdm
 # ---- flags ------------------------------------------------------------------------------------------------------
 
 
-def parse_args(argv=None):
-    """Every flag of the project's main job. Values not given come from the run being resumed, or are the defaults;
-    the built-in model has its own where `builtin` says so."""
-    p = argparse.ArgumentParser(prog="train.py", allow_abbrev=False, description=__doc__.split("\n")[0])
-    defaults, builtins = {}, {}
+@dataclass(frozen=True)
+class Flag:
+    """One flag; `builtin` is its default for the built-in model, where that is another."""
+    name: str
+    default: object
+    help: str
+    builtin: object = None
+    choices: list | None = None
 
-    def flag(name, default, help, builtin=None, choices=None):
-        key, kind = name[2:].replace("-", "_"), type(default) if default is not None else str
-        defaults[key], builtins[key] = default, default if builtin is None else builtin
-        note = f" (default {default}" + (f"; {builtin} for the built-in model)" if builtin is not None else ")")
-        p.add_argument(name, type=kind, choices=choices, metavar=kind.__name__.upper(), help=help + note)
 
-    flag("--model", None, "checkpoint folder or Hub name; without it, the built-in model")
-    flag("--task", "countdown", "problems made up as needed: chain or countdown, or with sizes, as in chain:20,24,4",
-         "chain:16,18,3")
-    flag("--data", None, "problems from a JSONL file instead (prompt, answer)")
-    flag("--chat", "auto", "wrap prompts in the tokenizer's chat template; auto: if it has one",
-         choices=["auto", "on", "off"])
-    flag("--out", "out", "folder for metrics, plot and checkpoints")
-    flag("--steps", 200, "GRPO steps", 12)
-    flag("--seed", 0, "seeds problems, samples and weights")
-    flag("--device", "auto", "auto, cpu or cuda")
+FLAGS = [
+    Flag("--model", None, "checkpoint folder or Hub name; without it, the built-in model"),
+    Flag("--task", "countdown", "problems made up as needed: chain or countdown, or with sizes, as in chain:20,24,4",
+         "chain:16,18,3"),
+    Flag("--data", None, "problems from a JSONL file instead (prompt, answer)"),
+    Flag("--chat", "auto", "wrap prompts in the tokenizer's chat template; auto: if it has one",
+         choices=["auto", "on", "off"]),
+    Flag("--out", "out", "folder for metrics, plot and checkpoints"),
+    Flag("--steps", 200, "GRPO steps", 12),
+    Flag("--seed", 0, "seeds problems, samples and weights"),
+    Flag("--device", "auto", "auto, cpu or cuda"),
     # rollouts
-    flag("--prompts", 32, "prompts a step", 8)
-    flag("--samples", 8, "samples a prompt: the group that rewards are compared within")
-    flag("--max-new-tokens", 1024, "longest response", 180)
-    flag("--temperature", 1.0, "of sampling, and of every distribution compared")
-    flag("--rows", 256, "sequences decoded at once", 64)
-    flag("--pool-pages", 0, "pages in the KV pool; 0: enough for all rows, or half of the free GPU memory")
+    Flag("--prompts", 32, "prompts a step", 8),
+    Flag("--samples", 8, "samples a prompt: the group that rewards are compared within"),
+    Flag("--max-new-tokens", 1024, "longest response", 180),
+    Flag("--temperature", 1.0, "of sampling, and of every distribution compared"),
+    Flag("--rows", 256, "sequences decoded at once", 64),
+    Flag("--pool-pages", 0, "pages in the KV pool; 0: enough for all rows, or half of the free GPU memory"),
     # sparsity
-    flag("--budget", 0.1, "share of a row's cached pages that one query reads, in (0, 1]; where the controller starts")
-    flag("--schedule", None, "start from a published table (qwen3-4b-0.86, ...) or a schedule file, not from --budget")
-    flag("--tau", 0.86, "the controller keeps the tail of alpha above this; 0: the budget stays as it is")
-    flag("--tail", 0.05, "the fraction of tokens that may lie below tau. Near-deterministic traces need less: in the "
-         "built-in task fewer than 5%% of the tokens decide anything", 0.01)
-    flag("--page-size", 16, "tokens in a KV page")
-    flag("--min-pages", 32, "floor of --budget and of the controller", 4)
-    flag("--dense-layers", 2, "first layers that stay dense", 1)
-    flag("--alpha-every", 4, "measure alpha at every n-th response token", 1)
+    Flag("--budget", 0.1, "share of a row's cached pages that one query reads, in (0, 1]; where the controller starts"),
+    Flag("--schedule", None, "start from a published table (qwen3-4b-0.86, ...) or a schedule file, not from --budget"),
+    Flag("--tau", 0.86, "the controller keeps the tail of alpha above this; 0: the budget stays as it is"),
+    Flag("--tail", 0.05, "the fraction of tokens that may lie below tau. Near-deterministic traces need less: in the "
+         "built-in task fewer than 5%% of the tokens decide anything", 0.01),
+    Flag("--page-size", 16, "tokens in a KV page"),
+    Flag("--min-pages", 32, "floor of --budget and of the controller", 4),
+    Flag("--dense-layers", 2, "first layers that stay dense", 1),
+    Flag("--alpha-every", 4, "measure alpha at every n-th response token", 1),
     # policy update
-    flag("--lr", 1e-6, "learning rate of AdamW", 6e-4)
-    flag("--warmup", 5, "steps of linear learning-rate warm-up", 0)
-    flag("--minibatches", 1, "optimizer steps a rollout is split into")
-    flag("--clip-low", 0.2, "lower clip of the ratio")
-    flag("--clip-high", 0.28, "upper clip of the ratio")
-    flag("--correction", "tis", "of actor-policy mismatch: none, tis (truncate at --cap), mask (drop outside 1/cap..cap)",
-         choices=["none", "tis", "mask"])
-    flag("--cap", 2.0, "largest importance weight")
-    flag("--adv", "std", "divide advantages by the group's standard deviation, or not", choices=["std", "none"])
-    flag("--truncated", "keep", "responses cut off at --max-new-tokens: keep in the loss, or mask", choices=["keep", "mask"])
-    flag("--grad-clip", 1.0, "largest gradient norm")
-    flag("--weight-decay", 0.0, "of AdamW")
-    flag("--micro-tokens", 16384, "tokens in one forward pass: memory only, the mathematics stays", 8192)
+    Flag("--lr", 1e-6, "learning rate of AdamW", 6e-4),
+    Flag("--warmup", 5, "steps of linear learning-rate warm-up", 0),
+    Flag("--minibatches", 1, "optimizer steps a rollout is split into"),
+    Flag("--clip-low", 0.2, "lower clip of the ratio"),
+    Flag("--clip-high", 0.28, "upper clip of the ratio"),
+    Flag("--correction", "tis", "of actor-policy mismatch: none, tis (truncate at --cap), mask (drop outside 1/cap..cap)",
+         choices=["none", "tis", "mask"]),
+    Flag("--cap", 2.0, "largest importance weight"),
+    Flag("--adv", "std", "divide advantages by the group's standard deviation, or not", choices=["std", "none"]),
+    Flag("--truncated", "keep", "responses cut off at --max-new-tokens: keep in the loss, or mask", choices=["keep", "mask"]),
+    Flag("--grad-clip", 1.0, "largest gradient norm"),
+    Flag("--weight-decay", 0.0, "of AdamW"),
+    Flag("--micro-tokens", 16384, "tokens in one forward pass: memory only, the mathematics stays", 8192),
     # supervised warm start on a procedural task's own traces
-    flag("--warm-start", 0, "supervised steps on the task's worked traces before GRPO", 400)
-    flag("--warm-dir", None, "where the warm-started model is kept and looked for (default OUT/warm)")
-    flag("--warm-lr", 1e-5, "AdamW learning rate of the warm start", 3e-3)
-    flag("--warm-muon", 0.0, "Muon learning rate for hidden matrices in the warm start; 0: AdamW for all", 0.02)
-    flag("--warm-tokens", 16384, "tokens in a warm-start step", 3600)
-    flag("--give-up", 0.0, "share of the warm start's chain traces that stop working half-way and guess: a habit for GRPO "
-         "to break", 0.4)
+    Flag("--warm-start", 0, "supervised steps on the task's worked traces before GRPO", 480),
+    Flag("--warm-dir", None, "where the warm-started model is kept and looked for (default OUT/warm)"),
+    Flag("--warm-lr", 1e-5, "AdamW learning rate of the warm start", 3e-3),
+    Flag("--warm-muon", 0.0, "Muon learning rate for hidden matrices in the warm start; 0: AdamW for all", 0.02),
+    Flag("--warm-tokens", 16384, "tokens in a warm-start step", 3600),
+    Flag("--give-up", 0.0, "share of the warm start's chain traces that stop working half-way and guess: a habit for GRPO "
+         "to break", 0.4),
     # evaluation and saving
-    flag("--eval", 32, "held-out problems for evaluating the dense policy; 0: none", 48)
-    flag("--eval-samples", 1, "samples for each of them", 2)
-    flag("--eval-every", 20, "steps between evaluations (also before the first and after the last)", 6)
-    flag("--save-every", 50, "steps between checkpoints (also after the last)")
+    Flag("--eval", 32, "held-out problems for evaluating the dense policy; 0: none", 48),
+    Flag("--eval-samples", 1, "samples for each of them", 2),
+    Flag("--eval-every", 20, "steps between evaluations (also before the first and after the last)", 6),
+    Flag("--save-every", 50, "steps between checkpoints (also after the last)"),
+]
+
+
+def parse_args(argv=None):
+    """The command line -> args. Values not given come from the run being resumed, else they are the defaults."""
+    p = argparse.ArgumentParser(prog="train.py", allow_abbrev=False, description=__doc__.split("\n")[0])
+    defaults = {f.name[2:].replace("-", "_"): f.default for f in FLAGS}
+    builtins = {f.name[2:].replace("-", "_"): f.default if f.builtin is None else f.builtin for f in FLAGS}
+    for f in FLAGS:
+        kind = str if f.default is None else type(f.default)
+        note = f" (default {f.default}" + (")" if f.builtin is None else f"; {f.builtin} for the built-in model)")
+        p.add_argument(f.name, type=kind, choices=f.choices, metavar=kind.__name__.upper(), help=f.help + note)
     p.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out, with its flags")
     args = p.parse_args(argv)
     args.parser = p
@@ -468,8 +479,8 @@ def warm_start(policy, args, device):
         for o in optimizers:
             o.step()
             o.zero_grad(set_to_none=True)
-        running = loss.item() if running is None else 0.9 * running + 0.1 * loss.item()
-        if stage == 0 and running < 0.2:  # by what it can do, never by the clock
+        running = loss.item() if running is None else 0.8 * running + 0.2 * loss.item()
+        if stage == 0 and running < 0.06:  # by what it can do, never by the clock
             stage, running = 1, None
         bar.set_postfix(loss=f"{running or 0:.3f}", stage=stage)
 
