@@ -64,7 +64,7 @@ FLAGS = [
     Flag("--chat", "auto", "wrap prompts in the tokenizer's chat template; auto: if it has one",
          choices=["auto", "on", "off"]),
     Flag("--out", "out", "folder for metrics, plot and checkpoints"),
-    Flag("--steps", 200, "GRPO steps", 12),
+    Flag("--steps", 200, "GRPO steps", 16),
     Flag("--seed", 0, "seeds problems, samples and weights"),
     Flag("--device", "auto", "auto, cpu or cuda"),
     # rollouts
@@ -85,7 +85,7 @@ FLAGS = [
     Flag("--dense-layers", 2, "first layers that stay dense", 1),
     Flag("--alpha-every", 4, "measure alpha at every n-th response token", 1),
     # policy update
-    Flag("--lr", 1e-6, "learning rate of AdamW", 6e-4),
+    Flag("--lr", 1e-6, "learning rate of AdamW", 4e-4),
     Flag("--warmup", 5, "steps of linear learning-rate warm-up", 0),
     Flag("--minibatches", 1, "optimizer steps a rollout is split into"),
     Flag("--clip-low", 0.2, "lower clip of the ratio"),
@@ -109,7 +109,7 @@ FLAGS = [
     # evaluation and saving
     Flag("--eval", 32, "held-out problems for evaluating the dense policy; 0: none", 48),
     Flag("--eval-samples", 1, "samples for each of them", 2),
-    Flag("--eval-every", 20, "steps between evaluations (also before the first and after the last)", 6),
+    Flag("--eval-every", 20, "steps between evaluations (also before the first and after the last)", 8),
     Flag("--save-every", 50, "steps between checkpoints (also after the last)"),
 ]
 
