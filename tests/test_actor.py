@@ -8,7 +8,7 @@ from sparrow import (Actor, Model, Schedule, chunked_acceptance, sample_tokens, 
                      token_logprobs)
 from sparse_attn import DENSE
 
-SPARSE = Schedule((4, 5, 6, 7, 8), bin_tokens=24)  # pages of 4 tokens: a real choice from token 17 on
+SPARSE = Schedule((4, 5, 6, 7, 8), bin_tokens=24, page_size=4)  # pages of 4 tokens: a real choice from token 17 on
 
 
 def actor_for(model, **changes):
