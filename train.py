@@ -401,7 +401,7 @@ def build_tiny(folder, seed):
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.ndim > 1:
-                # Embeddings of 1, not the usual 0.02: with 0.02 none of 12 recipes learned the far look-up in 540 steps.
+                # Embeddings of 1, not the usual 0.02: with 0.02 none of 11 recipes learned the far look-up in 540 steps.
                 std = {"model.embed_tokens.weight": 1.0, "lm_head.weight": 0.02}.get(name, p.shape[1] ** -0.5)
                 p.normal_(0, std, generator=g)
     model.save_pretrained(folder)
@@ -410,7 +410,8 @@ def build_tiny(folder, seed):
 class Muon(torch.optim.Optimizer):
     """Momentum whose update is made orthogonal by five Newton-Schulz steps (Jordan et al., 2024), for [out,in] matrices.
 
-    torch.optim.Muon is the same but computes in bf16, which CPUs without bf16 units emulate: 12 times slower here.
+    torch.optim.Muon is the same but computes in bf16, which CPUs without bf16 units emulate: on such a one it took 0.26 s
+    a step for the built-in model, this takes 0.04 s.
     """
     def __init__(self, params, lr, momentum=0.95):
         super().__init__(params, dict(lr=lr, momentum=momentum))
@@ -435,8 +436,8 @@ def traces(args, step, stage):
     """A warm-start step's (prompt, trace) pairs, at most about --warm-tokens long in all.
 
     chain has a curriculum. Stage 0: 4 leaves, 4 lines, both operands far back, whole traces, in smaller and so quicker
-    steps; without it the far look-up is not learned in any reasonable time. Stage 1: a mix of three sheet sizes up to
-    the task's own, some of whose traces give up.
+    steps, until that is mastered: left half-learned it costs far more steps later. Stage 1: a mix of three sheet sizes
+    up to the task's own, some of whose traces give up.
     """
     make, sizes = parse_task(args.task)
     rng, extra, budget, per_token = random.Random(f"warm {args.seed} {step}"), {}, args.warm_tokens, 3.0

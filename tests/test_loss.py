@@ -205,3 +205,17 @@ def test_minibatches_keep_the_weights_that_generated(tiny, scored, monkeypatch):
     for logp, old, actor, _, mask, *_ in seen:  # the actor is dense: its log-probs are those of the first weights
         assert (old - actor)[mask].abs().max() < 1e-4
     assert (logp - old)[mask].abs().max() > 0.01, "the policy did not move: the test would prove nothing"
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
+def test_muon_is_torchs_in_fp32(shape):
+    """Our Muon exists for speed on CPUs only: over several steps it must follow torch.optim.Muon to bf16 rounding."""
+    g = torch.Generator().manual_seed(0)
+    start, grads = torch.randn(shape, generator=g), [torch.randn(shape, generator=g) for _ in range(4)]
+    ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    steps = [train.Muon([ours], lr=0.02), torch.optim.Muon([theirs], lr=0.02, weight_decay=0.0)]
+    for grad in grads:
+        for p, optimizer in zip((ours, theirs), steps):
+            p.grad = grad.clone()
+            optimizer.step()
+    assert (ours - theirs).abs().max() < 0.02 * (ours - start).abs().max()
