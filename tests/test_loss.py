@@ -10,7 +10,7 @@ from sparrow import Actor, Rollout, Schedule, acceptance, sparse_attend, token_l
 from sparse_attn import DENSE
 from train import Scored, advantages, make_batches, policy_loss, policy_pass, update_policy
 
-SPARSE = Schedule((4, 5, 6, 7, 8), bin_tokens=24)
+SPARSE = Schedule((4, 5, 6, 7, 8), bin_tokens=24, page_size=4)
 
 
 def flags(**changes):
