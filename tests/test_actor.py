@@ -1,4 +1,4 @@
-"""The actor: what it generates is what the teacher-forced model says it should be. CASES: Model and decoder."""
+"""The actor: what it generates is what the teacher-forced model says it should be."""
 import math
 
 import pytest

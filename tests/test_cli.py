@@ -1,4 +1,4 @@
-"""The command line: what it refuses and how, a very small whole run, and an exact resume. CASES: Resume, command line."""
+"""The command line: what it refuses and how, a very small whole run, and an exact resume."""
 import json
 import math
 import subprocess

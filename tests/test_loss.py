@@ -1,4 +1,4 @@
-"""Advantages, the loss and the update. CASES: Loss. Right values are computed by hand or from full logits."""
+"""Advantages, the loss and the update. Right values are computed by hand or from full logits."""
 import copy
 import math
 

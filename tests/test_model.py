@@ -1,4 +1,4 @@
-"""The model against transformers: logits, kinds, heads, RoPE, saving. CASES: Model and decoder."""
+"""The model against transformers: logits, kinds, heads, RoPE, saving."""
 import json
 
 import pytest

@@ -1,4 +1,4 @@
-"""Problems, graders, the math worker and pass@k. CASES: Verifier (there is no code sandbox yet)."""
+"""Problems, graders, the math worker and pass@k."""
 import itertools
 import json
 import os
@@ -94,7 +94,7 @@ def test_countdown_divides_exactly():
     ("I do not know.\nSorry.", "42", 0), ("", "42", 0), (boxed(""), "42", 0),
     *[(boxed(guess), "42", 0) for guess in ("41, 42", "42, 41", "41,42", "41 or 42", r"\{41, 42\}", "41$ $42", "41\n42")]])
 def test_math_table(response, answer, reward):
-    """CASES: box cut at the first brace, tolerance, mixed forms, lists of guesses."""
+    """Faults: box cut at the first brace, tolerance, mixed forms, lists of guesses."""
     assert grade_math(response, answer) == reward
 
 
