@@ -99,7 +99,7 @@ FLAGS = [
     Flag("--weight-decay", 0.0, "of AdamW"),
     Flag("--micro-tokens", 16384, "tokens in one forward pass: memory only, the mathematics stays", 8192),
     # supervised warm start on a procedural task's own traces
-    Flag("--warm-start", 0, "supervised steps on the task's worked traces before GRPO", 480),
+    Flag("--warm-start", 0, "supervised steps on the task's worked traces before GRPO, at most: it ends when mastered", 720),
     Flag("--warm-dir", None, "where the warm-started model is kept and looked for (default OUT/warm)"),
     Flag("--warm-lr", 1e-5, "AdamW learning rate of the warm start", 3e-3),
     Flag("--warm-muon", 0.0, "Muon learning rate for hidden matrices in the warm start; 0: AdamW for all", 0.02),
@@ -468,12 +468,11 @@ def warm_start(policy, args, device):
     else:
         optimizers = [torch.optim.AdamW(matrices + others, lr=args.warm_lr, weight_decay=0.0)]
     base = [o.param_groups[0]["lr"] for o in optimizers]
-    stage, running = (0 if args.task.startswith("chain") else 1), None
-    bar = tqdm(range(args.warm_start), desc="warm start", unit=" steps")
-    for step in bar:
-        left = (args.warm_start - step) / args.warm_start
-        for o, lr in zip(optimizers, base):  # ramp up over ten steps, cool down over the last seventh
-            o.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / 10, 7 * left)
+    stage, running, cooling = (0 if args.task.startswith("chain") else 1), None, max(args.warm_start // 12, 1)
+    step, end, bar = 0, args.warm_start, tqdm(total=args.warm_start, desc="warm start", unit=" steps")
+    while step < end:
+        for o, lr in zip(optimizers, base):  # ramp up over ten steps, cool down over the last ones
+            o.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / 10, (end - step) / cooling)
         loss = supervised_loss(policy, traces(args, step, stage), args, device)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
@@ -481,9 +480,15 @@ def warm_start(policy, args, device):
             o.step()
             o.zero_grad(set_to_none=True)
         running = loss.item() if running is None else 0.8 * running + 0.2 * loss.item()
-        if stage == 0 and running < 0.06:  # by what it can do, never by the clock
+        # Stages end by what the model can do, never by the clock: chain is learned in jumps, some seeds' later than others'.
+        if stage == 0 and running < 0.06:
             stage, running = 1, None
+        elif stage == 1 and running < 0.08:
+            end = min(end, step + 1 + cooling)
+        step += 1
+        bar.update()
         bar.set_postfix(loss=f"{running or 0:.3f}", stage=stage)
+    bar.close()
 
 
 def supervised_loss(policy, pairs, args, device):
