@@ -399,7 +399,7 @@ def main():
     print(f"on {device}; the decode step runs on the {'Triton kernels' if device == 'cuda' else 'references'}")
     torch.manual_seed(0)
     for H, G, D, S in ((16, 8, 128, 16), (12, 2, 128, 16), (14, 2, 64, 8), (9, 3, 64, 32)):
-        T, worst, exact = 200, 0.0, 0.0
+        T, worst = 200, 0.0
         q, k, v = (torch.randn(1, n, T, D, device=device) for n in (H, G, G))
         budgets = torch.randint(3, 8, (T,), device=device).int()
         forced = sparse_attention(q, k, v, budgets, S)

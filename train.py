@@ -26,7 +26,6 @@ Deviations from the paper:
 """
 import argparse
 import json
-import math
 import os
 import random
 import shutil
@@ -512,12 +511,13 @@ def supervised_loss(policy, pairs, args, device):
 
 def pick(problems, start, count, seed):
     """`count` problems from place `start` of an endless stream: epoch after epoch, each in its own seeded order."""
-    out = []
+    out, orders = [], {}
     for place in range(start, start + count):
         epoch, i = divmod(place, len(problems))
-        order = list(range(len(problems)))
-        random.Random(f"order {seed} {epoch}").shuffle(order)
-        out.append(problems[order[i]])
+        if epoch not in orders:
+            orders[epoch] = list(range(len(problems)))
+            random.Random(f"order {seed} {epoch}").shuffle(orders[epoch])
+        out.append(problems[orders[epoch][i]])
     return out
 
 

@@ -16,7 +16,6 @@ No torch here: a grader must start fast and stay small.
 """
 import ast
 import atexit
-import itertools
 import json
 import random
 import re
