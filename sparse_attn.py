@@ -179,57 +179,88 @@ def _sparse_chunk(q, k, v, means, running, budgets, t0, S, first, last):
 
 
 @jit
-def _append_kernel(k, v, k_pages, v_pages, landmarks, table, lengths, k_row, k_head, v_row, v_head, table_row,
-                   G, S: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
-    """One program a (row, KV head): write one key and value, average the page's keys anew (S is small)."""
-    b, g = tl.program_id(0), tl.program_id(1)
-    n = tl.load(lengths + b)
-    page = tl.load(table + b * table_row + n // S).to(tl.int64) * G + g
-    slot, d, s = n % S, tl.arange(0, BD), tl.arange(0, S)
-    key = tl.load(k + b * k_row + g * k_head + d, d < D, 0.0).to(k_pages.dtype.element_ty)
-    value = tl.load(v + b * v_row + g * v_head + d, d < D, 0.0)
-    before = tl.load(k_pages + (page * S + s[:, None]) * D + d, (s[:, None] < slot) & (d < D), 0.0)  # [S,D]
-    mean = (tl.sum(before.to(tl.float32), 0) + key.to(tl.float32)) / (slot + 1)
-    tl.store(k_pages + (page * S + slot) * D + d, key, d < D)
-    tl.store(v_pages + (page * S + slot) * D + d, value, d < D)
-    tl.store(landmarks + page * D + d, mean, d < D)
+def _append_kernel(q, k, v, cos, sin, q_norm, k_norm, q_out, k_pages, v_pages, landmarks, table, lengths, q_row, q_head, k_row,
+                   k_head, v_row, v_head, table_row, H, G, eps, ROPE: tl.constexpr, NORM: tl.constexpr, S: tl.constexpr,
+                   D: tl.constexpr, BH: tl.constexpr):
+    """One program a (row, head), the H query heads first: norm and rotate one vector, held as its two halves; then a query
+    goes out, and a key goes into its page with its value, where the page's keys are averaged anew (S is small)."""
+    b, h, i = tl.program_id(0), tl.program_id(1), tl.arange(0, BH)
+    half: tl.constexpr = D // 2
+    ok, g = i < half, h - H
+    at, norm = k + b * k_row + g * k_head + i, k_norm
+    if h < H:
+        at, norm = q + b * q_row + h * q_head + i, q_norm
+    x1, x2 = tl.load(at, ok, 0.0).to(tl.float32), tl.load(at + half, ok, 0.0).to(tl.float32)
+    if NORM:
+        scale = 1 / tl.sqrt_rn((tl.sum(x1 * x1, 0) + tl.sum(x2 * x2, 0)) / D + eps)
+        x1 = x1 * scale * tl.load(norm + i, ok, 0.0).to(tl.float32)
+        x2 = x2 * scale * tl.load(norm + half + i, ok, 0.0).to(tl.float32)
+    if ROPE:
+        c, s = tl.load(cos + b * half + i, ok, 0.0), tl.load(sin + b * half + i, ok, 0.0)
+        x1, x2 = x1 * c - x2 * s, x2 * c + x1 * s
+    if h < H:
+        tl.store(q_out + (b * H + h) * D + i, x1, ok)
+        tl.store(q_out + (b * H + h) * D + half + i, x2, ok)
+    else:
+        n = tl.load(lengths + b)
+        page = tl.load(table + b * table_row + n // S).to(tl.int64) * G + g
+        slot, t = n % S, tl.arange(0, S)[:, None]
+        k1, k2 = x1.to(k_pages.dtype.element_ty), x2.to(k_pages.dtype.element_ty)
+        before, mine = (t < slot) & ok, (page * S + slot) * D + i
+        keys = k_pages + (page * S + t) * D + i                                          # [S,BH]
+        sum1 = tl.sum(tl.load(keys, before, 0.0).to(tl.float32), 0) + k1.to(tl.float32)
+        sum2 = tl.sum(tl.load(keys + half, before, 0.0).to(tl.float32), 0) + k2.to(tl.float32)
+        value = v + b * v_row + g * v_head + i
+        tl.store(landmarks + page * D + i, sum1 / (slot + 1), ok)
+        tl.store(landmarks + page * D + half + i, sum2 / (slot + 1), ok)
+        tl.store(k_pages + mine, k1, ok)
+        tl.store(k_pages + mine + half, k2, ok)
+        tl.store(v_pages + mine, tl.load(value, ok, 0.0), ok)
+        tl.store(v_pages + mine + half, tl.load(value + half, ok, 0.0), ok)
 
 
 def append_kv_triton(k, v, k_pages, v_pages, landmarks, page_table, lengths):
     (B, G, D), S = k.shape, k_pages.shape[2]
-    _append_kernel[B, G](k, v, k_pages, v_pages, landmarks, page_table, lengths, k.stride(0), k.stride(1), v.stride(0),
-                         v.stride(1), page_table.stride(0), G, S, D, triton.next_power_of_2(D), num_warps=1)
+    _append_kernel[B, G](k, k, v, k, k, k, k, k, k_pages, v_pages, landmarks, page_table, lengths, 0, 0, *k.stride()[:2],
+                         *v.stride()[:2], page_table.stride(0), 0, G, 0.0, False, False, S, D,
+                         triton.next_power_of_2(D // 2), num_warps=1)
+
+
+def rope_append_triton(q, k, v, cos, sin, norms, k_pages, v_pages, landmarks, page_table, lengths):
+    (B, H, D), G, S = q.shape, k.shape[1], k_pages.shape[2]
+    out = torch.empty(B, H, D, dtype=q.dtype, device=q.device)
+    q_norm, k_norm, eps = norms or (q, k, 0.0)
+    _append_kernel[B, H + G](q, k, v, cos, sin, q_norm, k_norm, out, k_pages, v_pages, landmarks, page_table, lengths,
+                             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], page_table.stride(0), H, G, eps, True,
+                             norms is not None, S, D, triton.next_power_of_2(D // 2), num_warps=1)
+    return out
 
 
 @jit
-def _score_kernel(q, landmarks, table, lengths, scores, q_row, q_head, table_row, P, G, first, last, R: tl.constexpr,
-                  S: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BP: tl.constexpr):
-    """One program a (row, KV head, block of pages): q . landmark; reserved pages +inf, pages not there -inf."""
-    b, g = tl.program_id(0), tl.program_id(1)
-    d, p = tl.arange(0, BD), tl.program_id(2) * BP + tl.arange(0, BP)
+def _select_kernel(q, landmarks, table, lengths, budgets, scores, pages, counts, q_row, q_head, table_row, P, G, first, last,
+                   R: tl.constexpr, S: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BP: tl.constexpr, TILE: tl.constexpr,
+                   STAGES: tl.constexpr):
+    """One program a (row, KV head): score every page by q . landmark, then keep the exact `count` best, in ascending order.
+
+    A float's bits, its negative half turned over, order like unsigned integers; so the count-th largest score is found
+    bit by bit, 32 counts over the row, with no sort. Ties at it go to the lower page, by a prefix sum.
+    """
+    b, g, d = tl.program_id(0), tl.program_id(1), tl.arange(0, BD)
     n_pages = (tl.load(lengths + b) + S - 1) // S
-    there = p < n_pages
     query = tl.zeros([BD], tl.float32)
     for r in tl.static_range(R):
         query += tl.load(q + b * q_row + (g * R + r) * q_head + d, d < D, 0.0).to(tl.float32)
-    page = tl.load(table + b * table_row + p, there, 0).to(tl.int64) * G + g
-    marks = tl.load(landmarks + page[:, None] * D + d, there[:, None] & (d < D), 0.0).to(tl.float32)  # [BP,BD]
-    score = tl.sum(marks * query, 1)
-    score = tl.where((p < first) | (p >= n_pages - last), float("inf"), score)
-    score = tl.where(there, score, float("-inf"))
-    tl.store(scores + (b * G + g) * P + p, score, p < P)
-
-
-@jit
-def _top_kernel(scores, lengths, budgets, pages, counts, P, G, reserved, S: tl.constexpr, BP: tl.constexpr):
-    """One program a (row, KV head): the exact `count` best, ties to the lower page, in ascending order.
-
-    A float's bits, its negative half turned over, order like unsigned integers; so the count-th largest score is found
-    bit by bit, 32 counts over the row, with no sort. Ties at it are settled by a prefix sum.
-    """
-    b, g, p = tl.program_id(0), tl.program_id(1), tl.arange(0, BP)
-    score = tl.load(scores + (b * G + g) * P + p, p < P, float("-inf")) + 0.0  # -0.0 becomes 0.0
-    count = tl.minimum(tl.maximum(tl.load(budgets + b), reserved), (tl.load(lengths + b) + S - 1) // S)
+    scores += (b * G + g) * P
+    for start in tl.range(0, n_pages, TILE, num_stages=STAGES):
+        p = start + tl.arange(0, TILE)
+        page = tl.load(table + b * table_row + p, p < n_pages, 0).to(tl.int64) * G + g
+        marks = tl.load(landmarks + page[:, None] * D + d, (p < n_pages)[:, None] & (d < D), 0.0)  # [TILE,BD]
+        tl.store(scores + p, tl.sum(marks.to(tl.float32) * query, 1), p < n_pages)
+    tl.debug_barrier()  # the scores pass through memory, to threads other than those that wrote them
+    p = tl.arange(0, BP)
+    score = tl.load(scores + p, p < n_pages, float("-inf")) + 0.0  # -0.0 becomes 0.0
+    score = tl.where(((p < first) | (p >= n_pages - last)) & (p < n_pages), float("inf"), score)
+    count = tl.minimum(tl.maximum(tl.load(budgets + b), first + last), n_pages)
     bits = score.to(tl.uint32, bitcast=True)
     key = tl.where(bits >> 31 != 0, ~bits, bits | 0x80000000)
     cut = tl.zeros([], tl.uint32)
@@ -243,26 +274,25 @@ def _top_kernel(scores, lengths, budgets, pages, counts, P, G, reserved, S: tl.c
     tl.store(counts + b, count)  # every head writes the same
 
 
-def select_pages_triton(q, landmarks, page_table, lengths, budgets, page_size=16, first=1, last=2):
+def select_pages_triton(q, landmarks, page_table, lengths, budgets, page_size=16, first=1, last=2, tile=64, stages=3, warps=8):
     (B, H, D), G, P = q.shape, landmarks.shape[1], page_table.shape[1]
     scores = torch.empty(B, G, P, device=q.device)
     pages, counts = (torch.empty(shape, dtype=torch.int32, device=q.device) for shape in ((B, G, P), (B,)))
-    block = min(64, triton.next_power_of_2(P))
-    _score_kernel[B, G, triton.cdiv(P, block)](
-        q, landmarks, page_table, lengths, scores, q.stride(0), q.stride(1), page_table.stride(0), P, G, first, last, H // G,
-        page_size, D, triton.next_power_of_2(D), block, num_warps=4)
-    _top_kernel[B, G](scores, lengths, budgets, pages, counts, P, G, first + last, page_size, triton.next_power_of_2(P),
-                      num_warps=4)
+    _select_kernel[B, G](
+        q, landmarks, page_table, lengths, budgets, scores, pages, counts, q.stride(0), q.stride(1), page_table.stride(0), P,
+        G, first, last, H // G, page_size, D, triton.next_power_of_2(D), triton.next_power_of_2(P), tile, stages,
+        num_warps=warps)
     return pages, counts
 
 
 @jit
-def _attend_kernel(q, k_pages, v_pages, table, lengths, pages, counts, parts, stats, q_row, q_head, table_row, K, G, scale,
+def _attend_kernel(q, k_pages, v_pages, table, lengths, pages, counts, out, parts, stats, q_row, q_head, table_row, K, G, scale,
                    R: tl.constexpr, BR: tl.constexpr, S: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-                   SPLITS: tl.constexpr, TILE: tl.constexpr, SELECTED: tl.constexpr):
+                   SPLITS: tl.constexpr, TILE: tl.constexpr, SELECTED: tl.constexpr, STAGES: tl.constexpr):
     """One program a (row, KV head, split of the tokens): online softmax over its tiles, for the group's R queries at once.
 
     Tokens are counted over the pages kept: token j is in the (j // S)-th of them. A split with no tokens leaves weight 0.
+    scale includes log2(e): powers of two are what the hardware has.
     """
     b, g, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     r, d, t = tl.arange(0, BR), tl.arange(0, BD), tl.arange(0, TILE)
@@ -272,7 +302,7 @@ def _attend_kernel(q, k_pages, v_pages, table, lengths, pages, counts, parts, st
     query = tl.load(q + b * q_row + (g * R + r[:, None]) * q_head + d, (r[:, None] < R) & (d < D), 0.0)  # [BR,BD]
     best = tl.full([BR], float("-inf"), tl.float32)
     weight, acc = tl.zeros([BR], tl.float32), tl.zeros([BR, BD], tl.float32)
-    for start in range(split * per_split, tl.minimum((split + 1) * per_split, total), TILE):
+    for start in tl.range(split * per_split, tl.minimum((split + 1) * per_split, total), TILE, num_stages=STAGES):
         j = start + t
         logical = j // S
         if SELECTED:
@@ -287,46 +317,131 @@ def _attend_kernel(q, k_pages, v_pages, table, lengths, pages, counts, parts, st
         score = tl.where(there, score, float("-inf"))
         top = tl.maximum(best, tl.max(score, 1))
         safe = tl.where(top == float("-inf"), 0.0, top)  # a tile may hold no valid token
-        p = tl.exp(score - safe[:, None])
-        fade = tl.exp(best - safe)
+        p = tl.exp2(score - safe[:, None])
+        fade = tl.exp2(best - safe)
         weight = weight * fade + tl.sum(p, 1)
         acc = acc * fade[:, None] + tl.dot(p.to(value.dtype), value, input_precision="ieee")
         best = top
-    row = ((b * G + g) * SPLITS + split) * R + r
-    tl.store(parts + row[:, None] * D + d, acc, (r[:, None] < R) & (d < D))
-    tl.store(stats + row * 2, best, r < R)
-    tl.store(stats + row * 2 + 1, weight, r < R)
+    if SPLITS == 1:
+        tl.store(out + ((b * G + g) * R + r[:, None]) * D + d, acc / weight[:, None], (r[:, None] < R) & (d < D))
+    else:
+        row = ((b * G + g) * SPLITS + split) * R + r
+        tl.store(parts + row[:, None] * D + d, acc, (r[:, None] < R) & (d < D))
+        tl.store(stats + row * 2, best, r < R)
+        tl.store(stats + row * 2 + 1, weight, r < R)
 
 
 @jit
 def _merge_kernel(parts, stats, out, R: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, SPLITS: tl.constexpr):
-    """One program a (row * KV head, query of the group): join the splits, each weighted by exp(its maximum)."""
+    """One program a (row * KV head, query of the group): join the splits, each weighted by 2 to the power of its maximum."""
     bg, r, d, s = tl.program_id(0), tl.program_id(1), tl.arange(0, BD), tl.arange(0, SPLITS)
     row = (bg * SPLITS + s) * R + r
     best, weight = tl.load(stats + row * 2), tl.load(stats + row * 2 + 1)
-    scale = tl.exp(best - tl.max(best, 0))
+    scale = tl.exp2(best - tl.max(best, 0))
     acc = tl.load(parts + row[:, None] * D + d, d < D, 0.0)
     result = tl.sum(acc * scale[:, None], 0) / tl.sum(weight * scale, 0)
     tl.store(out + (bg * R + r) * D + d, result, d < D)
 
 
-def paged_attention_triton(q, k_pages, v_pages, page_table, lengths, pages=None, counts=None, splits=None):
+def paged_attention_triton(q, k_pages, v_pages, page_table, lengths, pages=None, counts=None, splits=None, tile=64, warps=4,
+                           stages=3, per_sm=4):
     (B, H, D), (N, G, S, _) = q.shape, k_pages.shape
     R, BD, K = H // G, triton.next_power_of_2(D), page_table.shape[1] if pages is None else pages.shape[2]
     if splits is None:  # about four programs a multiprocessor, and no split under a few tiles
-        programs = 4 * torch.cuda.get_device_properties(q.device).multi_processor_count
+        programs = per_sm * torch.cuda.get_device_properties(q.device).multi_processor_count
         splits = max(1, min(32, programs // (B * G), K * S // 256))
-    splits = triton.next_power_of_2(splits)
-    parts = torch.empty(B, G, splits, R, D, device=q.device)
-    stats = torch.empty(B, G, splits, R, 2, device=q.device)
+    splits, dense = triton.next_power_of_2(splits), pages is None
     out = torch.empty(B, H, D, dtype=q.dtype, device=q.device)
-    dense = pages is None
+    parts = torch.empty(B, G, splits, R, D, device=q.device) if splits > 1 else out
+    stats = torch.empty(B, G, splits, R, 2, device=q.device) if splits > 1 else out
     _attend_kernel[B, G, splits](
-        q, k_pages, v_pages, page_table, lengths, lengths if dense else pages, lengths if dense else counts, parts, stats,
-        q.stride(0), q.stride(1), page_table.stride(0), K, G, D**-0.5, R, max(16, triton.next_power_of_2(R)), S, D, BD,
-        splits, 64, not dense, num_warps=4)
-    _merge_kernel[B * G, R](parts, stats, out, R, D, BD, splits, num_warps=1)
+        q, k_pages, v_pages, page_table, lengths, lengths if dense else pages, lengths if dense else counts, out, parts, stats,
+        q.stride(0), q.stride(1), page_table.stride(0), K, G, D**-0.5 * 1.4426950408889634, R,
+        max(16, triton.next_power_of_2(R)), S, D, BD, splits, tile, not dense, stages, num_warps=warps)
+    if splits > 1:
+        _merge_kernel[B * G, R](parts, stats, out, R, D, BD, splits, num_warps=1)
     return out
+
+
+@jit
+def _add_norm_kernel(x, delta, weight, out, eps, ADD: tl.constexpr, d: tl.constexpr, BD: tl.constexpr):
+    """One program a row: the layer's output joins the fp32 residual stream, whose norm feeds the next."""
+    b, i = tl.program_id(0), tl.arange(0, BD)
+    y = tl.load(x + b * d + i, i < d, 0.0)
+    if ADD:
+        y += tl.load(delta + b * d + i, i < d, 0.0).to(tl.float32)
+        tl.store(x + b * d + i, y, i < d)
+    y *= 1 / tl.sqrt_rn(tl.sum(y * y, 0) / d + eps)
+    tl.store(out + b * d + i, y * tl.load(weight + i, i < d, 0.0).to(tl.float32), i < d)
+
+
+def add_norm_triton(x, delta, weight, eps, dtype):
+    (B, d), out = x.shape, torch.empty(x.shape, dtype=dtype, device=x.device)
+    _add_norm_kernel[(B,)](x, x if delta is None else delta, weight, out, eps, delta is not None, d, triton.next_power_of_2(d),
+                           num_warps=8)
+    return out
+
+
+@jit
+def _silu_mul_kernel(gate_up, out, F: tl.constexpr, BLOCK: tl.constexpr):
+    b, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(gate_up + b * 2 * F + i, i < F, 0.0).to(tl.float32)
+    up = tl.load(gate_up + b * 2 * F + F + i, i < F, 0.0).to(tl.float32)
+    tl.store(out + b * F + i, gate * tl.sigmoid(gate) * up, i < F)
+
+
+def silu_mul_triton(gate_up):
+    (B, F), out = gate_up.shape, torch.empty(len(gate_up), gate_up.shape[1] // 2, dtype=gate_up.dtype, device=gate_up.device)
+    _silu_mul_kernel[B, triton.cdiv(F // 2, 1024)](gate_up, out, F // 2, 1024, num_warps=4)
+    return out
+
+
+@jit
+def _mass_kernel(logits, parts, row, V, inv_t, BLOCK: tl.constexpr):
+    """One program a (row, block of the vocabulary): its largest logit m, and its sum of exp(logit - m)."""
+    b, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    v = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + b * row + v, v < V, float("-inf")).to(tl.float32) * inv_t
+    top = tl.max(x, 0)
+    tl.store(parts + (b * tl.num_programs(1) + block) * 2, top)
+    tl.store(parts + (b * tl.num_programs(1) + block) * 2 + 1, tl.sum(tl.exp(x - top), 0))
+
+
+@jit
+def _draw_kernel(logits, parts, uniforms, tokens, logprobs, row, V, blocks, inv_t, GREEDY: tl.constexpr, BLOCK: tl.constexpr,
+                 NB: tl.constexpr):
+    """One program a row: the block where the running sum of probability passes u, then the token within it."""
+    b, i, j = tl.program_id(0).to(tl.int64), tl.arange(0, NB), tl.arange(0, BLOCK)
+    best = tl.load(parts + (b * blocks + i) * 2, i < blocks, float("-inf"))
+    mass = tl.load(parts + (b * blocks + i) * 2 + 1, i < blocks, 0.0)
+    top = tl.max(best, 0)
+    mass = mass * tl.exp(best - top)
+    total = tl.sum(mass, 0)
+    target = tl.load(uniforms + b) * total
+    block = tl.argmax(best, 0) if GREEDY else tl.minimum(tl.sum((tl.cumsum(mass, 0) <= target).to(tl.int32), 0), blocks - 1)
+    v = block * BLOCK + j
+    x = tl.load(logits + b * row + v, v < V, float("-inf")).to(tl.float32) * inv_t
+    if GREEDY:
+        place = tl.argmax(x, 0)
+    else:  # rounding may leave u above the last sum: then the last token that has any probability
+        p = tl.exp(x - top)
+        target -= tl.sum(tl.where(i < block, mass, 0.0), 0)
+        place = tl.minimum(tl.sum((tl.cumsum(p, 0) <= target).to(tl.int32), 0), tl.max(tl.where(p > 0, j, 0), 0))
+    tl.store(tokens + b, (block * BLOCK + place).to(tl.int64))
+    tl.store(logprobs + b, tl.sum(tl.where(j == place, x, 0.0), 0) - top - tl.log(total))
+
+
+def sample_tokens_triton(logits, uniforms, temperature):
+    (B, V), block = logits.shape, 1024
+    blocks = triton.cdiv(V, block)
+    parts = torch.empty(B, blocks, 2, device=logits.device)
+    tokens = torch.empty(B, dtype=torch.long, device=logits.device)
+    logprobs = torch.empty(B, device=logits.device)
+    inv_t = 1 / (temperature or 1.0)
+    _mass_kernel[B, blocks](logits, parts, logits.stride(0), V, inv_t, block)
+    _draw_kernel[(B,)](logits, parts, uniforms, tokens, logprobs, logits.stride(0), V, blocks, inv_t, temperature == 0, block,
+                       triton.next_power_of_2(blocks))
+    return tokens, logprobs
 
 
 # ---- the names the project calls --------------------------------------------------------------------------------
