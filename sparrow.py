@@ -25,11 +25,13 @@ Shape legend as in sparse_attn.py: B rows (N in training), T tokens, H query hea
 size, P pages, S page size, V vocabulary, L layers.
 
     python sparrow.py --model DIR-or-NAME --prompt "Why is the sky blue?" --budget 0.1
+    python sparrow.py --model Qwen3-1.7B --bench
 """
 import argparse
 import json
 import math
 import os
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,12 +45,14 @@ import torch.nn as nn
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from sparse_attn import DENSE, append_kv, fill_kv, paged_attention, select_pages, sparse_attention
+from sparse_attn import (DENSE, add_norm, fill_kv, paged_attention, read_bandwidth, rms_norm, rope_append, rotate, sample_tokens,
+                         select_pages, silu_mul, sparse_attention)
 
 # ---- model ------------------------------------------------------------------------------------------------------
 
@@ -121,9 +125,8 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
-    def forward(self, x):  # fp32 inside: the caller casts the result
-        x = x.float()
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight.float()
+    def forward(self, x):
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -170,15 +173,12 @@ class Block(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x).to(dtype))
 
 
-def rotate(x, cos, sin):
-    """RoPE in Hugging Face's half-split layout, fp32. x: [B,T,heads,D]; cos, sin: [B or 1,T,1,D/2]"""
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-
-
 def dense_attend(layer, q, k, v):
-    """Causal attention over the whole sequence: what the policy does. q: [B,H,T,D]; k, v: [B,G,T,D]"""
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    """Causal attention over the whole sequence: what the policy does. k, v: [B,G,T,D]; q: [B,H,C,D], the last C tokens."""
+    if q.shape[2] == k.shape[2]:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(q.shape[2], k.shape[2]))
 
 
 def sparse_attend(budgets, dense_layers=2, page_size=16, first=1, last=2):
@@ -653,25 +653,24 @@ class _Sample:
         return len(self.prompt.ids) + self.emitted - 1
 
 
-def sample_tokens(logits, uniforms, temperature):
-    """Inverse-CDF sampling: (ids [B], their log-probs [B]). logits: [B,V] fp32; uniforms: [B] in [0, 1).
-
-    Temperature 0 is greedy, with log-probs of the untempered distribution.
-    """
-    logp = (logits / (temperature or 1.0)).log_softmax(-1)
-    if temperature == 0:
-        token = logits.argmax(-1)
-    else:
-        cdf = logp.exp().cumsum(-1)  # right: the first entry *above* u, so a token of probability 0 is never drawn
-        token = torch.searchsorted(cdf, uniforms[:, None] * cdf[:, -1:], right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
-    return token, logp.gather(-1, token[:, None])[:, 0]
-
-
 def sample_uniforms(seed, key, index, n):
     """The random numbers of one sample, from (seed, problem, sample) alone: independent of batch, slot and ranks."""
     words = [int(s) & (2**64 - 1) for s in (seed if isinstance(seed, (tuple, list)) else [seed])]
     rng = np.random.Generator(np.random.Philox(np.random.SeedSequence([*words, int(key), int(index)])))
     return torch.from_numpy(rng.random(n, dtype=np.float32))
+
+
+def fuse(*projections):
+    """One product that does the work of several on the same input. Their weights become views of its own, so that loading
+    them loads it."""
+    def join(tensors):
+        whole = torch.cat([t.data for t in tensors])
+        for t, part in zip(tensors, whole.split([len(t) for t in tensors])):
+            t.data = part
+        return whole
+    weight = join([p.weight for p in projections])
+    bias = None if projections[0].bias is None else join([p.bias for p in projections])
+    return lambda x: F.linear(x, weight, bias)
 
 
 class Actor:
@@ -692,18 +691,28 @@ class Actor:
         self.device = torch.device(device or next(model.parameters()).device)
         self.rows, self.page_size, self.dense_layers, self.first, self.last = rows, page_size, dense_layers, first, last
         self.alpha_every, self.max_context = alpha_every, min(max_context or c.max_context, c.max_context)
-        self.burst = 8 if self.device.type == "cuda" else 1
-        with torch.device(self.device):
-            self.model = Model(c, tokenizer=model.tokenizer).requires_grad_(False)
-        self.model.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        for name, p in self.model.named_parameters():
-            if p.ndim > 1:  # matrices; the norms are small and stay fp32
-                p.data = p.data.to(self.model.dtype)
-        self.load(model)
+        self._make_model(model)
         self.row_pages = -(-self.max_context // page_size)
         self.budget_of = torch.zeros(self.max_context + 1, dtype=torch.int32, device=self.device)
-        self.lanes_made_for, self.graphs = None, {}
+        self.lanes_made_for, self.graphs, self.graph_memory = None, {}, None
         self._make_pool(pool_pages)
+
+    def _make_model(self, model):
+        """The actor's copy, in its own type; the norms are small and stay fp32."""
+        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        with torch.device("meta"):
+            own = Model(model.config, tokenizer=model.tokenizer).requires_grad_(False).to(dtype)
+        for module in own.modules():
+            if isinstance(module, RMSNorm):
+                module.float()
+        self.model, own.dtype = own.to_empty(device=self.device), dtype
+        own.inv_freq = own.inv_freq.to(self.device)
+        if model.config.tied:
+            own.lm_head.weight = own.model.embed_tokens.weight
+        self.fused = [(fuse(layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj),
+                       fuse(layer.mlp.gate_proj, layer.mlp.up_proj)) for layer in own.model.layers]
+        if not next(model.parameters()).is_meta:  # a model of shapes alone: the caller fills in the weights
+            self.load(model)
 
     def _make_pool(self, pool_pages):
         """K, V and landmark pools, one tensor per layer (one for all would outgrow 32-bit offsets early)."""
@@ -719,6 +728,8 @@ class Actor:
             return [torch.zeros(pool_pages + 1, c.num_key_value_heads, *shape, c.head_dim, dtype=self.model.dtype,
                                 device=self.device) for _ in range(c.num_hidden_layers)]
         self.k, self.v, self.landmarks = pool(self.page_size), pool(self.page_size), pool()
+        self.lanes = torch.arange(self.rows, device=self.device)
+        self.arrived = torch.zeros(self.rows * c.num_key_value_heads, dtype=torch.int32, device=self.device)
 
     @torch.no_grad()
     def load(self, model, lora=None):
@@ -750,9 +761,7 @@ class Actor:
             raise ValueError(f"the schedule counts pages of {schedule.page_size} tokens, this actor's pages have {self.page_size}")
         # Anew each time: a call that was interrupted leaves nothing behind.
         self.free, self.refs = list(range(self.pool_pages, 0, -1)), np.zeros(self.pool_pages + 1, dtype=np.int64)
-        self.schedule = schedule or Schedule.fraction(1.0, self.max_context, page_size=self.page_size)
-        lengths = torch.arange(self.max_context + 1, device=self.device)
-        self.budget_of.copy_(self.schedule.pages(lengths))  # by cached length: the device looks its budgets up
+        self._follow(schedule or Schedule.fraction(1.0, self.max_context, page_size=self.page_size))
         self._make_lanes(max_new_tokens, temperature, list(stop_ids))
         self.queue, self.live, self.results, self.born = deque(), [], [None] * (len(prompts) * n), 0
         for i, ids in enumerate(prompts):
@@ -774,6 +783,11 @@ class Actor:
                     self.bar.update(steps * len(self.live))
         return self.results
 
+    def _follow(self, schedule):
+        self.schedule = schedule
+        lengths = torch.arange(self.max_context + 1, device=self.device)
+        self.budget_of.copy_(schedule.pages(lengths))  # by cached length: the device looks its budgets up
+
     def _check(self, prompts, n, max_new, temperature):
         if n < 1 or max_new < 1 or temperature < 0:
             raise ValueError(f"need n >= 1, max_new_tokens >= 1, temperature >= 0; got {n}, {max_new}, {temperature}")
@@ -794,6 +808,8 @@ class Actor:
             return
         self.lanes_made_for, self.graphs = (max_new, temperature, stop_ids), {}
         self.max_new, self.temperature = max_new, temperature
+        # How many tokens between two looks at the device: the tokens after a stop are wasted, but so is time spent waiting.
+        self.burst = min(16, max(1, max_new // 64)) if self.device.type == "cuda" else 1
         self.stops = torch.tensor(stop_ids, dtype=torch.long, device=self.device)
         R, M, d, every = self.rows, self.max_new, self.model.config.hidden_size, self.alpha_every
         def zeros(*shape, dtype=torch.float32):
@@ -810,7 +826,8 @@ class Actor:
         """Draw the next token of `lanes` ([B] indices) from their last states [B,d] and write it down."""
         o = self.own
         at = o["emitted"][lanes].clamp(max=self.max_new - 1)  # an idle lane counts on
-        token, logp = sample_tokens(self.model.logits(hidden), o["uniforms"][lanes, at], self.temperature)
+        logits = self.model.lm_head(hidden)[:, :self.model.n_tokens]  # cut after: a product of odd width would be slow
+        token, logp = sample_tokens(logits, o["uniforms"][lanes, at], self.temperature)
         o["token"][lanes], o["ids"][lanes, at], o["logprobs"][lanes, at] = token, token, logp
         if self.alpha_every:
             place = torch.where(at % self.alpha_every == 0, at // self.alpha_every, o["hidden"].shape[1] - 1)
@@ -824,7 +841,9 @@ class Actor:
         n = len(self.live)
         if self.device.type != "cuda":
             return self._decode(n, max(-(-(s.cached + self.burst) // self.page_size) for s in self.live))
-        n = min(1 << (n - 1).bit_length(), self.rows)
+        self._replay(min(1 << (n - 1).bit_length(), self.rows))
+
+    def _replay(self, n):
         key = (n, self.schedule.dense)
         if key not in self.graphs:
             self.graphs[key] = self._capture(n)
@@ -840,8 +859,8 @@ class Actor:
         with torch.cuda.stream(side):
             self._decode(n, self.row_pages)
         torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        graph, self.graph_memory = torch.cuda.CUDAGraph(), self.graph_memory or torch.cuda.graph_pool_handle()
+        with torch.cuda.graph(graph, pool=self.graph_memory):
             self._decode(n, self.row_pages)
         self.table.copy_(table)
         for name, tensor in kept.items():
@@ -849,39 +868,57 @@ class Actor:
         return graph
 
     def _decode(self, n, width):
-        """One token for lanes 0..n-1, whose page tables are at most `width` pages wide."""
-        lanes = torch.arange(n, device=self.device)
-        before = self.own["lengths"][:n]
+        """One token for lanes 0..n-1, whose page tables are at most `width` pages wide: the model once more, written out
+        for one token a row over the paged cache."""
+        c, m, o, dtype = self.model.config, self.model.model, self.own, self.model.dtype
+        H, G, D = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        before = o["lengths"][:n]
         after = before + 1
         table, budgets = self.table[:n, :width], self.budget_of[after.long()]
-
-        def attend(layer, q, k, v):
-            q, k, v = (x[:, :, 0] for x in (q, k, v))                                     # [B,H or G,D]
-            kp, vp, marks = self.k[layer], self.v[layer], self.landmarks[layer]
-            append_kv(k, v, kp, vp, marks, table, before)
+        phase = before[:, None].float() * self.model.inv_freq                             # [n,D/2]
+        cos, sin = phase.cos() * c.rope_scale, phase.sin() * c.rope_scale
+        x, delta = m.embed_tokens(o["token"][:n]).float(), None                           # [n,d] the residual stream
+        for i, (layer, (qkv, gate_up)) in enumerate(zip(m.layers, self.fused)):
+            attn, cache = layer.self_attn, (self.k[i], self.v[i], self.landmarks[i], table)
+            h = add_norm(x, delta, layer.input_layernorm.weight, c.norm_eps, dtype)
+            q, k, v = qkv(h).view(n, H + 2 * G, D).split((H, G, G), dim=1)
+            norms = (attn.q_norm.weight, attn.k_norm.weight, c.norm_eps) if c.qk_norm else None
+            q = rope_append(q, k, v, cos, sin, norms, *cache, before)
             chosen = (None, None)
-            if layer >= self.dense_layers and not self.schedule.dense:
-                chosen = select_pages(q, marks, table, after, budgets, self.page_size, self.first, self.last)
-            return paged_attention(q, kp, vp, table, after, *chosen)[:, :, None]
+            if i >= self.dense_layers and not self.schedule.dense:
+                chosen = select_pages(q, self.landmarks[i], table, after, budgets, self.page_size, self.first, self.last,
+                                      self.arrived)
+            out = paged_attention(q, self.k[i], self.v[i], table, after, *chosen)         # [n,H,D]
+            h = add_norm(x, attn.o_proj(out.flatten(1)), layer.post_attention_layernorm.weight, c.norm_eps, dtype)
+            delta = layer.mlp.down_proj(silu_mul(gate_up(h)))
+        hidden = add_norm(x, delta, m.norm.weight, c.norm_eps, dtype)
+        o["lengths"][:n] = after.clamp(max=self.max_context - 1)  # an idle lane counts on
+        self._emit(self.lanes[:n], hidden)
 
-        hidden = self.model.hidden_states(self.own["token"][:n, None], attend, before[:, None])[:, 0]
-        self.own["lengths"][:n] = after.clamp(max=self.max_context - 1)  # an idle lane counts on
-        self._emit(lanes, hidden)
+    def _prefill(self, ids, pages, prompt_length, chunk=8192):
+        """Cache a sequence, its first prompt_length tokens dense, the rest under the schedule -> its last state [d].
 
-    def _prefill(self, ids, pages, prompt_length):
-        """Cache a sequence in one pass, its first prompt_length tokens dense, the rest under the schedule -> state [d]."""
-        T, index = len(ids), torch.tensor(pages, device=self.device)
-        budgets = self.budget_of[1:T + 1].clone()
+        A chunk at a time, each over the keys cached so far: activations stay small however long the sequence is.
+        """
+        S, index = self.page_size, torch.tensor(pages, device=self.device)
+        budgets = self.budget_of[1:len(ids) + 1].clone()
         budgets[:prompt_length] = DENSE
-        inner = dense_attend
-        if T > prompt_length and not self.schedule.dense:
-            inner = sparse_attend(budgets, self.dense_layers, self.page_size, self.first, self.last)
+        for start in range(0, len(ids), chunk):
+            end = min(start + chunk, len(ids))
+            inner = dense_attend
+            if end > prompt_length and not self.schedule.dense:
+                inner = sparse_attend(budgets[start:end], self.dense_layers, S, self.first, self.last)
 
-        def attend(layer, q, k, v):
-            fill_kv(k[0], v[0], self.k[layer], self.v[layer], self.landmarks[layer], index)
-            return inner(layer, q, k, v)
+            def attend(layer, q, k, v):
+                pools, so_far = (self.k[layer], self.v[layer]), index[:-(-end // S)]
+                fill_kv(k[0], v[0], *pools, self.landmarks[layer], so_far[start // S:])
+                if start:  # [P,G,S,D] -> [1,G,T,D]
+                    k, v = (x[so_far].transpose(0, 1).flatten(1, 2)[None, :, :end] for x in pools)
+                return inner(layer, q, k, v)
 
-        return self.model.hidden_states(torch.tensor([ids], device=self.device), attend)[0, -1]
+            positions = torch.arange(start, end, device=self.device)[None]
+            hidden = self.model.hidden_states(torch.tensor([ids[start:end]], device=self.device), attend, positions)
+        return hidden[0, -1]
 
     # -- pages and lanes, on the host --
 
@@ -991,6 +1028,7 @@ class Actor:
                 if s in self.changed:
                     self.host_table[lane, :len(s.pages)] = torch.tensor(s.pages, dtype=torch.int32)
             self.host_table[len(self.live):] = 0
+            self.own["lengths"][len(self.live):] = 0  # idle lanes have next to nothing to attend to
             self.table.copy_(self.host_table)
             self.changed.clear()
 
@@ -1016,14 +1054,135 @@ class Actor:
             self._unseat(lane)
 
 
+# ---- python sparrow.py --bench: what a decode step costs, and what it must ------------------------------------------
+
+# hidden, intermediate, layers, heads, KV heads, vocabulary, tied head: from the models' config.json
+SHAPES = {
+    "Qwen2.5-0.5B": (896, 4864, 24, 14, 2, 151936, True), "Qwen2.5-1.5B": (1536, 8960, 28, 12, 2, 151936, True),
+    "Qwen2.5-7B": (3584, 18944, 28, 28, 4, 152064, False), "Qwen3-0.6B": (1024, 3072, 28, 16, 8, 151936, True),
+    "Qwen3-1.7B": (2048, 6144, 28, 16, 8, 151936, True), "Qwen3-4B": (2560, 9728, 36, 32, 8, 151936, True),
+    "Qwen3-8B": (4096, 12288, 36, 32, 8, 151936, False), "Qwen3-14B": (5120, 17408, 40, 40, 8, 151936, False),
+}
+
+
+def model_shape(name):
+    """transformers config of a built-in shape, or of a checkpoint folder or Hub name."""
+    if Path(name).is_dir() or name not in SHAPES:
+        return AutoConfig.from_pretrained(find_model(name))
+    d, ff, L, H, G, V, tied = SHAPES[name]
+    kind = "qwen3" if name.startswith("Qwen3") else "qwen2"
+    extra = dict(head_dim=128) if kind == "qwen3" else {}
+    return AutoConfig.for_model(
+        kind, hidden_size=d, intermediate_size=ff, num_hidden_layers=L, num_attention_heads=H, num_key_value_heads=G,
+        vocab_size=V, tie_word_embeddings=tied, max_position_embeddings=40960, rms_norm_eps=1e-6, **extra)
+
+
+def step_bytes(config, rows, length, schedule, dense_layers=2, itemsize=2):
+    """The fewest bytes a decode step can read: every weight once, the output head, and for each row K and V of the pages read
+    and, in sparse layers, the landmarks of all its pages."""
+    c, have, read = config, schedule.have(length), schedule.pages(length)
+    width, sparse = c.num_key_value_heads * c.head_dim, 0 if schedule.dense else max(c.num_hidden_layers - dense_layers, 0)
+    layer = c.hidden_size * (2 * c.num_attention_heads * c.head_dim + 2 * width + 3 * c.intermediate_size)
+    pages = (c.num_hidden_layers - sparse) * have + sparse * read
+    cache = rows * width * (2 * schedule.page_size * pages + sparse * have)
+    return itemsize * (c.num_hidden_layers * layer + c.vocab_size * c.hidden_size + cache)
+
+
+def step_times(actor, rows, lengths, schedule, repeat=7):
+    """Median seconds of one decode step with `rows` rows of each of the lengths cached, under a schedule."""
+    actor._follow(schedule)
+    out = []
+    for length in lengths:
+        times = []
+        for i in range(repeat + 2):  # the first capture the graph and warm up
+            actor.own["lengths"][:rows] = length - 1
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            actor._replay(rows)
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 1e3)
+        out.append(float(np.median(times[2:])))
+    return out
+
+
+def bench(args):
+    """Step times over context length for dense, --budget and a published schedule; beside each, its byte floor."""
+    if not torch.cuda.is_available():
+        raise ValueError("--bench times the GPU's decode step, and no CUDA GPU was found")
+    hf, S, rows, context = model_shape(args.model), args.page_size, args.rows, args.context
+    with torch.device("meta"):
+        model = Model(Config.from_hf(hf))
+    c, P = model.config, -(-context // S)
+    actor = Actor(model, rows, context, rows * P, S, args.dense_layers, device="cuda")
+    for name, p in actor.model.named_parameters():
+        p.fill_(1.0) if "norm" in name else p.normal_(0, 0.02)
+    for pool in (*actor.k, *actor.v, *actor.landmarks):
+        pool.normal_()
+    actor._make_lanes(64, 1.0, [0])
+    actor.table.copy_((torch.randperm(rows * P, device="cuda") + 1).view(rows, P))
+    bandwidth, lengths = read_bandwidth(), [2048 * i for i in range(1, context // 2048 + 1)] or [context]
+    size = args.model.split("-")[-1].lower()
+    name = args.schedule or (f"qwen3-{size}-0.86" if f"qwen3-{size}-0.86" in PUBLISHED else "qwen3-1.7b-0.86")
+    modes = {"dense": Schedule.fraction(1.0, context, page_size=S),
+             f"budget {args.budget}": Schedule.fraction(args.budget, context, page_size=S, min_pages=args.min_pages),
+             name: Schedule.load(name, S)}
+    print(f"{args.model}: {rows} rows, page {S}, {args.dense_layers} dense layers; read bandwidth "
+          f"{bandwidth / 1e12:.2f} TB/s; {torch.cuda.get_device_name()}, torch {torch.__version__}")
+    print(f"{'ms a step at':>22s}" + "".join(f"{n:>8d}" for n in lengths[::args.every]) + "   rollout: seconds, floor, ratio, tok/s")
+    totals = {}
+    for mode, schedule in modes.items():
+        measured = step_times(actor, rows, lengths, schedule)
+        floors = [step_bytes(c, rows, n, schedule, args.dense_layers) / bandwidth for n in lengths]
+        total, floor = (np.trapezoid([t[0], *t], [0, *lengths]) for t in (measured, floors))
+        totals[mode] = total, floor
+        print(f"{mode:>22s}" + "".join(f"{1e3 * t:8.2f}" for t in measured[::args.every])
+              + f"   {total:7.1f} {floor:7.1f} {total / floor:5.2f} {rows * lengths[-1] / total:8,.0f}")
+        print(f"{'over its byte floor':>22s}" + "".join(f"{t / f:8.2f}" for t, f in list(zip(measured, floors))[::args.every]))
+    for mode in list(totals)[1:]:
+        gain, bound = (totals["dense"][i] / totals[mode][i] for i in (0, 1))
+        print(f"{mode}: a rollout to {lengths[-1]} tokens is {gain:.2f}x as fast as dense; the byte floors' ratio is {bound:.2f} "
+              f"({gain / bound:.0%} of it)")
+    print(f"memory: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB, of it the page pool {actor.pool_bytes / 2**30:.1f}")
+    if args.peer:
+        model = actor.model
+        del actor, pool  # the pages make room
+        bench_peer(model, hf, rows)
+
+
+def bench_peer(model, hf, rows, context=2048):
+    """Decoding alone, ours and transformers' `generate`, dense, same weights: from the time two unlike lengths take."""
+    actor = Actor(model, rows, context, device="cuda")
+    with torch.device("cuda"):
+        peer = AutoModelForCausalLM.from_config(hf, dtype=torch.bfloat16).eval()
+    peer.load_state_dict(model.state_dict(), strict=False)
+    prompts = torch.randint(0, 1000, (rows, context - 256), device="cuda")
+    def ours(n):
+        actor.generate(prompts.tolist(), 1, n)
+    def theirs(n):
+        peer.generate(prompts, max_new_tokens=n, min_new_tokens=n, do_sample=True, top_k=0, pad_token_id=0)
+    rates = []
+    for generate in (ours, theirs):
+        seconds = []
+        for n in (32, 32, 160):  # the first warms up
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            generate(n)
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - started)
+        rates.append(rows * 128 / (seconds[2] - seconds[1]))
+    print(f"decoding near {context} tokens, {rows} rows, dense: {rates[0]:,.0f} tokens/s here, {rates[1]:,.0f} by transformers' "
+          f"generate: {rates[0] / rates[1]:.1f}x")
+
+
 # ---- python sparrow.py ------------------------------------------------------------------------------------------
 
 
 def main(argv=None):
-    """Generate with the sparse actor, and say how far it is from the dense policy."""
+    """Generate with the sparse actor, and say how far it is from the dense policy; or time it (--bench)."""
     p = argparse.ArgumentParser(prog="sparrow.py", allow_abbrev=False, description=main.__doc__)
     p.add_argument("--model", required=True, help="checkpoint folder or Hub name")
-    p.add_argument("--prompt", required=True, help="text; put into the chat template if the tokenizer has one")
+    p.add_argument("--prompt", help="text; put into the chat template if the tokenizer has one")
     p.add_argument("--n", type=int, default=1, help="samples (default 1)")
     p.add_argument("--max-new-tokens", type=int, default=256, help="longest response (default 256)")
     p.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default 1)")
@@ -1033,8 +1192,17 @@ def main(argv=None):
     p.add_argument("--page-size", type=int, default=16, help="tokens in a KV page (default 16)")
     p.add_argument("--dense-layers", type=int, default=2, help="first layers that stay dense (default 2)")
     p.add_argument("--seed", type=int, default=0, help="seeds the samples (default 0)")
+    p.add_argument("--bench", action="store_true", help=f"time decode steps; --model may be a bare shape: {', '.join(SHAPES)}")
+    p.add_argument("--rows", type=int, default=16, help="--bench: rows decoded at once (default 16)")
+    p.add_argument("--context", type=int, default=32768, help="--bench: longest context (default 32768)")
+    p.add_argument("--every", type=int, default=1, help="--bench: print every so many multiples of 2048 tokens (default 1)")
+    p.add_argument("--peer", action="store_true", help="--bench: also time transformers' generate near 2,048 tokens")
     args = p.parse_args(argv)
+    if not args.bench and args.prompt is None:
+        p.error("--prompt: give the text to continue (or --bench)")
     try:
+        if args.bench:
+            return bench(args)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         model = Model.from_pretrained(args.model, device)
         if model.tokenizer is None:

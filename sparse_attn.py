@@ -25,7 +25,7 @@ types first, then picks the implementation for the device.
 Shape legend: B rows, T tokens, H query heads, G KV heads, R = H/G query heads per KV head, D head dim, N pages in the
 pool, P pages of a row (the page table's width), S page size, K selected pages.
 
-    python sparse_attn.py        checks the references against each other and against dense attention
+    python sparse_attn.py        checks that all ways to the same attention agree; on a GPU, times them against their bytes
 """
 from types import SimpleNamespace
 
@@ -127,6 +127,51 @@ def paged_attention_ref(q, k_pages, v_pages, page_table, lengths, pages=None, co
     att = q.view(B, G, H // G, D).float() @ k.transpose(-1, -2) * D**-0.5                # [B,G,R,K*S]
     att = att.masked_fill(~valid.view(B, G, 1, K * S), float("-inf")).softmax(-1)
     return (att @ v).view(B, H, D).to(q.dtype)
+
+
+# ---- the rest of a decode step: between the matrix products, and the draw at the end ------------------------------
+
+def rms_norm(x, weight, eps):
+    """RMSNorm over the last dimension, in fp32; the caller casts the result."""
+    x = x.float()
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
+
+
+def rotate(x, cos, sin):
+    """RoPE in Hugging Face's half-split layout, fp32. x: [...,heads,D]; cos, sin: [...,1,D/2]"""
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def rope_append_ref(q, k, v, cos, sin, norms, *cache):
+    if norms:
+        q_norm, k_norm, eps = norms
+        q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
+    q, k = (rotate(x, cos[:, None], sin[:, None]).to(v.dtype) for x in (q, k))
+    append_kv_ref(k, v, *cache)
+    return q
+
+
+def add_norm_ref(x, delta, weight, eps, dtype):
+    if delta is not None:
+        x += delta
+    return rms_norm(x, weight, eps).to(dtype)
+
+
+def silu_mul_ref(gate_up):
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def sample_tokens_ref(logits, uniforms, temperature):
+    logits = logits.float()
+    logp = (logits / (temperature or 1.0)).log_softmax(-1)
+    if temperature == 0:
+        token = logits.argmax(-1)
+    else:
+        cdf = logp.exp().cumsum(-1)  # right: the first entry *above* u, so a token of probability 0 is never drawn
+        token = torch.searchsorted(cdf, uniforms[:, None] * cdf[:, -1:], right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
+    return token, logp.gather(-1, token[:, None])[:, 0]
 
 
 # ---- teacher-forced: all query tokens of a sequence at once -----------------------------------------------------
@@ -237,51 +282,58 @@ def rope_append_triton(q, k, v, cos, sin, norms, k_pages, v_pages, landmarks, pa
 
 
 @jit
-def _select_kernel(q, landmarks, table, lengths, budgets, scores, pages, counts, q_row, q_head, table_row, P, G, first, last,
-                   R: tl.constexpr, S: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BP: tl.constexpr, TILE: tl.constexpr,
-                   STAGES: tl.constexpr):
-    """One program a (row, KV head): score every page by q . landmark, then keep the exact `count` best, in ascending order.
+def _select_kernel(q, landmarks, table, lengths, budgets, scores, pages, counts, arrived, q_row, q_head, table_row, P, first,
+                   last, R: tl.constexpr, S: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BP: tl.constexpr,
+                   CHUNK: tl.constexpr, TILE: tl.constexpr):
+    """One program a (chunk of pages, KV head, row): score the chunk's pages by q . landmark. Of a row and head's programs the
+    one that finishes last keeps the exact `count` best, in ascending order: so choosing overlaps with other rows' scoring.
 
     A float's bits, its negative half turned over, order like unsigned integers; so the count-th largest score is found
-    bit by bit, 32 counts over the row, with no sort. Ties at it go to the lower page, by a prefix sum.
+    bit by bit, counting over the row, with no sort. Ties at it go to the lower page, by a prefix sum.
     """
-    b, g, d = tl.program_id(0), tl.program_id(1), tl.arange(0, BD)
-    n_pages = (tl.load(lengths + b) + S - 1) // S
+    c, g, b, G = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(1)
+    n_pages, d = (tl.load(lengths + b) + S - 1) // S, tl.arange(0, BD)
     query = tl.zeros([BD], tl.float32)
     for r in tl.static_range(R):
         query += tl.load(q + b * q_row + (g * R + r) * q_head + d, d < D, 0.0).to(tl.float32)
     scores += (b * G + g) * P
-    for start in tl.range(0, n_pages, TILE, num_stages=STAGES):
+    for start in tl.range(c * CHUNK, tl.minimum((c + 1) * CHUNK, n_pages), TILE):
         p = start + tl.arange(0, TILE)
         page = tl.load(table + b * table_row + p, p < n_pages, 0).to(tl.int64) * G + g
         marks = tl.load(landmarks + page[:, None] * D + d, (p < n_pages)[:, None] & (d < D), 0.0)  # [TILE,BD]
         tl.store(scores + p, tl.sum(marks.to(tl.float32) * query, 1), p < n_pages)
-    tl.debug_barrier()  # the scores pass through memory, to threads other than those that wrote them
-    p = tl.arange(0, BP)
-    score = tl.load(scores + p, p < n_pages, float("-inf")) + 0.0  # -0.0 becomes 0.0
-    score = tl.where(((p < first) | (p >= n_pages - last)) & (p < n_pages), float("inf"), score)
-    count = tl.minimum(tl.maximum(tl.load(budgets + b), first + last), n_pages)
-    bits = score.to(tl.uint32, bitcast=True)
-    key = tl.where(bits >> 31 != 0, ~bits, bits | 0x80000000)
-    cut = tl.zeros([], tl.uint32)
-    for i in tl.static_range(32):
-        trial = cut | (1 << (31 - i))
-        cut = tl.where(tl.sum((key >= trial).to(tl.int32)) >= count, trial, cut)
-    above, equal = (key > cut).to(tl.int32), (key == cut).to(tl.int32)
-    keep = (above > 0) | ((equal > 0) & (tl.cumsum(equal, 0) <= count - tl.sum(above)))
-    place = tl.cumsum(keep.to(tl.int32), 0) - 1
-    tl.store(pages + (b * G + g) * P + place, p, keep)
-    tl.store(counts + b, count)  # every head writes the same
+    tl.debug_barrier()  # the whole chunk is written before it is counted as there
+    if tl.atomic_add(arrived + b * G + g, 1) == tl.num_programs(0) - 1:
+        tl.store(arrived + b * G + g, 0)  # ready for the next launch
+        p = tl.arange(0, BP)
+        score = tl.load(scores + p, p < n_pages, float("-inf"), cache_modifier=".cg") + 0.0  # -0.0 becomes 0.0
+        score = tl.where(((p < first) | (p >= n_pages - last)) & (p < n_pages), float("inf"), score)
+        count = tl.minimum(tl.maximum(tl.load(budgets + b), first + last), n_pages)
+        bits = score.to(tl.uint32, bitcast=True)
+        key = tl.where(bits >> 31 != 0, ~bits, bits | 0x80000000)
+        cut, bit, n_kept = tl.zeros([], tl.uint32), tl.full([], 31, tl.uint32), tl.full([], BP, tl.int32)
+        while (n_kept != count) & (bit < 32):  # after bit 0 comes 2**32 - 1
+            trial = cut | (tl.full([], 1, tl.uint32) << bit)
+            n = tl.sum((key >= trial).to(tl.int32))
+            cut, n_kept = tl.where(n >= count, trial, cut), tl.where(n >= count, n, n_kept)
+            bit -= 1
+        above, equal = (key > cut).to(tl.int32), (key == cut).to(tl.int32)
+        keep = (above > 0) | ((equal > 0) & (tl.cumsum(equal, 0) <= count - tl.sum(above)))
+        place = tl.cumsum(keep.to(tl.int32), 0) - 1
+        tl.store(pages + (b * G + g) * P + place, p, keep)
+        tl.store(counts + b, count)  # every head writes the same
 
 
-def select_pages_triton(q, landmarks, page_table, lengths, budgets, page_size=16, first=1, last=2, tile=64, stages=3, warps=8):
+def select_pages_triton(q, landmarks, page_table, lengths, budgets, page_size=16, first=1, last=2, arrived=None, chunk=256,
+                        tile=64, warps=4):
     (B, H, D), G, P = q.shape, landmarks.shape[1], page_table.shape[1]
     scores = torch.empty(B, G, P, device=q.device)
     pages, counts = (torch.empty(shape, dtype=torch.int32, device=q.device) for shape in ((B, G, P), (B,)))
-    _select_kernel[B, G](
-        q, landmarks, page_table, lengths, budgets, scores, pages, counts, q.stride(0), q.stride(1), page_table.stride(0), P,
-        G, first, last, H // G, page_size, D, triton.next_power_of_2(D), triton.next_power_of_2(P), tile, stages,
-        num_warps=warps)
+    arrived = torch.zeros(B * G, dtype=torch.int32, device=q.device) if arrived is None else arrived
+    _select_kernel[triton.cdiv(P, chunk), G, B](
+        q, landmarks, page_table, lengths, budgets, scores, pages, counts, arrived, q.stride(0), q.stride(1),
+        page_table.stride(0), P, first, last, H // G, page_size, D, triton.next_power_of_2(D), triton.next_power_of_2(P), chunk,
+        tile, num_warps=warps)
     return pages, counts
 
 
@@ -387,7 +439,7 @@ def _silu_mul_kernel(gate_up, out, F: tl.constexpr, BLOCK: tl.constexpr):
     b, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(gate_up + b * 2 * F + i, i < F, 0.0).to(tl.float32)
     up = tl.load(gate_up + b * 2 * F + F + i, i < F, 0.0).to(tl.float32)
-    tl.store(out + b * F + i, gate * tl.sigmoid(gate) * up, i < F)
+    tl.store(out + b * F + i, (gate / (1 + tl.exp(-gate))).to(out.dtype.element_ty) * up, i < F)  # rounded as F.silu would
 
 
 def silu_mul_triton(gate_up):
@@ -445,7 +497,7 @@ def sample_tokens_triton(logits, uniforms, temperature):
 
 
 # ---- the names the project calls --------------------------------------------------------------------------------
-# CUDA tensors go to the kernels, the rest to the references; `sparse_attention` is its reference everywhere as yet.
+# CUDA tensors go to the kernels, the rest to the references.
 
 def append_kv(k, v, k_pages, v_pages, landmarks, page_table, lengths):
     """Write token `lengths[b]` of each row into its page and refresh that page's landmark, in place.
@@ -460,21 +512,55 @@ def append_kv(k, v, k_pages, v_pages, landmarks, page_table, lengths):
     (append_kv_triton if k.is_cuda else append_kv_ref)(k, v, k_pages, v_pages, landmarks, page_table, lengths)
 
 
-def select_pages(q, landmarks, page_table, lengths, budgets, page_size=16, first=1, last=2):
+def rope_append(q, k, v, cos, sin, norms, k_pages, v_pages, landmarks, page_table, lengths):
+    """`append_kv` with what comes before it: RMSNorm of every head of q and k, then RoPE. -> the rotated q [B,H,D]
+
+    q: [B,H,D]; k, v: [B,G,D], views of one fused projection are welcome; cos, sin: [B,D/2] fp32; norms: (q's weight [D],
+    k's, eps) or None. The rest as for `append_kv`.
+    """
+    assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 and cos.is_contiguous() and sin.is_contiguous()
+    assert k_pages.is_contiguous() and v_pages.is_contiguous() and landmarks.is_contiguous()
+    run = rope_append_triton if q.is_cuda else rope_append_ref
+    return run(q, k, v, cos, sin, norms, k_pages, v_pages, landmarks, page_table, lengths)
+
+
+def add_norm(x, delta, weight, eps, dtype):
+    """x += delta (unless None), in place; -> RMSNorm of it in `dtype`. x: [B,d] fp32; delta: [B,d]; weight: [d]"""
+    assert x.dtype == torch.float32 and x.is_contiguous() and (delta is None or delta.is_contiguous())
+    return (add_norm_triton if x.is_cuda else add_norm_ref)(x, delta, weight, eps, dtype)
+
+
+def silu_mul(gate_up):
+    """silu(gate) * up. gate_up: [B,2F], the two side by side -> [B,F]"""
+    assert gate_up.is_contiguous()
+    return (silu_mul_triton if gate_up.is_cuda else silu_mul_ref)(gate_up)
+
+
+def sample_tokens(logits, uniforms, temperature):
+    """Inverse-CDF sampling, fp32 inside: (ids [B], their log-probs [B]). logits: [B,V]; uniforms: [B] in [0, 1).
+
+    Temperature 0 is greedy, with log-probs of the untempered distribution.
+    """
+    assert logits.stride(-1) == 1 and uniforms.is_contiguous()
+    return (sample_tokens_triton if logits.is_cuda else sample_tokens_ref)(logits, uniforms, temperature)
+
+
+def select_pages(q, landmarks, page_table, lengths, budgets, page_size=16, first=1, last=2, arrived=None):
     """The pages each row and KV head should read: (pages [B,G,K] int32, counts [B] int32).
 
     q: [B,H,D]; landmarks: [N,G,D]; page_table: [B,P] int32; lengths: [B] int32, counting the new token; budgets: [B]
     int32 in pages, reserved ones included. A row keeps min(max(budget, first + last), ceil(length / S)) pages: its
     first `first` and last `last` always, the rest by highest score, ties to the lower page. `pages` are logical
     (indices into the row's page table), in no promised order; entries at and past counts[b] mean nothing. Paper, 3.1.
+    arrived: scratch for the kernel, [B*G] int32 zeros, left zero; one that lives on saves clearing another at every call.
     """
     (B, H, D), (_, G, _) = q.shape, landmarks.shape
     assert H % G == 0, f"{H} query heads do not divide into {G} KV heads"
     assert page_table.dtype == lengths.dtype == budgets.dtype == torch.int32
     assert len(page_table) == len(lengths) == len(budgets) == B
     assert landmarks.is_contiguous() and q.stride(-1) == 1
-    select = select_pages_triton if q.is_cuda else select_pages_ref
-    return select(q, landmarks, page_table, lengths, budgets, page_size, first, last)
+    args = q, landmarks, page_table, lengths, budgets, page_size, first, last
+    return select_pages_triton(*args, arrived) if q.is_cuda else select_pages_ref(*args)
 
 
 def paged_attention(q, k_pages, v_pages, page_table, lengths, pages=None, counts=None):
@@ -508,10 +594,100 @@ def sparse_attention(q, k, v, budgets, page_size=16, first=1, last=2):
 # ---- python sparse_attn.py --------------------------------------------------------------------------------------
 
 
-def main():
-    """Check that the three ways to the same attention agree: fp64 by definition, token by token, teacher-forced."""
+@jit
+def _read_kernel(x, out, LOOP: tl.constexpr, BLOCK: tl.constexpr):
+    """Reads as fast as the memory allows: one program a stretch of LOOP blocks."""
+    i, acc = tl.program_id(0).to(tl.int64), tl.zeros([BLOCK], tl.int32)
+    for j in tl.range(0, LOOP, num_stages=3):
+        acc ^= tl.load(x + (i * LOOP + j) * BLOCK + tl.arange(0, BLOCK))
+    tl.store(out + i, tl.sum(acc, 0))
+
+
+def read_bandwidth(size=2**32):
+    """Bytes a second that the fastest of a few streaming reads reaches on this GPU: what byte floors are measured against."""
+    x, best = torch.randint(0, 100, (size // 4,), dtype=torch.int32, device="cuda"), float("inf")
+    for block, loop, warps in ((8192, 8, 4), (4096, 8, 8), (8192, 8, 8), (4096, 32, 4), (8192, 32, 16)):
+        out = torch.empty(size // 4 // (block * loop), dtype=torch.int32, device="cuda")
+        best = min(best, timed([lambda: _read_kernel[(len(out),)](x, out, loop, block, num_warps=warps)] * 2))
+    return size / best
+
+
+def timed(calls, repeat=15):
+    """Median seconds of one of `calls`, launched one after another as a CUDA graph. Give as many inputs as outgrow the cache."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph, times = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    for _ in range(repeat + 2):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3 / len(calls))
+    return sorted(times[2:])[repeat // 2]
+
+
+def bench(copies=4, S=16, D=128):
+    """Time, GB/s and ratio to the byte floor of each part of a decode step's attention; peers beside them, if installed."""
+    bandwidth = read_bandwidth()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}; streaming read "
+          f"{bandwidth / 1e9:,.0f} GB/s; bf16, page {S}, random page tables, median of 15")
+    print(f"{'rows x tokens, heads':24s}{'':26s}{'us':>8s}{'floor':>8s}{'ratio':>7s}{'GB/s':>7s}")
+    for B, T, H, G in ((32, 32768, 16, 8), (32, 32768, 12, 2), (16, 32768, 32, 8), (64, 8192, 16, 8)):
+        P, bf16 = T // S, dict(dtype=torch.bfloat16, device="cuda")
+        layers = [(torch.randn(B, H, D, **bf16), *(torch.randn(B * P, G, S, D, **bf16) for _ in range(2)),
+                   torch.randn(B * P, G, D, **bf16)) for _ in range(copies)]
+        table = torch.randperm(B * P, device="cuda").int().view(B, P)
+        n, arrived = torch.full((B,), T, dtype=torch.int32, device="cuda"), torch.zeros(B * G, dtype=torch.int32, device="cuda")
+        kv, marks = 4 * B * G * T * D, 2 * B * G * P * D                                  # bytes of K and V, of the landmarks
+        def row(name, size, call):
+            t = timed([lambda layer=layer: call(*layer) for layer in layers])
+            print(f"{f'{B} x {T:,}, {H}/{G}':24s}{name:26s}{t * 1e6:8.1f}{size / bandwidth * 1e6:8.1f}{t / size * bandwidth:7.2f}"
+                  f"{size / t / 1e9:7,.0f}", flush=True)
+        row("dense", kv, lambda q, k, v, m: paged_attention(q, k, v, table, n))
+        for name, call in peers(layers, table, n):
+            row(name, kv, call)
+        for K in (256, 64):
+            budget = torch.full((B,), K, dtype=torch.int32, device="cuda")
+            def select(q, k, v, m):
+                return select_pages(q, m, table, n, budget, S, arrived=arrived)
+            chosen = {id(layer[0]): select(*layer) for layer in layers}
+            row(f"select {K} of {P:,} pages", marks, select)
+            row(f"attend {K} pages", kv * K // P, lambda q, k, v, m: paged_attention(q, k, v, table, n, *chosen[id(q)]))
+            row(f"sparse, {K} pages, whole", marks + kv * K // P,
+                lambda q, k, v, m: paged_attention(q, k, v, table, n, *select(q, k, v, m)))
+
+
+def peers(layers, table, n):
+    """torch's SDPA over contiguous K and V of the same size, and FlashInfer's paged decode, if installed. -> (name, call)"""
+    (B, H, D), (N, G, S, _), P = layers[0][0].shape, layers[0][1].shape, table.shape[1]
+    def sdpa(q, k, v, m):
+        k, v = (x.view(B, P, G, S, D).view(B, G, P * S, D) for x in (k, v))  # other tokens than ours, as many bytes
+        return F.scaled_dot_product_attention(q[:, :, None], k, v, enable_gqa=True)
+    yield "SDPA, contiguous", sdpa
+    try:
+        import flashinfer
+    except ImportError:
+        print("  (FlashInfer is not installed: no row for it)")
+        return
+    plan = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        torch.empty(2**29, dtype=torch.uint8, device="cuda"), "HND", use_cuda_graph=True, use_tensor_cores=True,
+        paged_kv_indptr_buffer=torch.empty(B + 1, dtype=torch.int32, device="cuda"),
+        paged_kv_indices_buffer=torch.empty(B * P, dtype=torch.int32, device="cuda"),
+        paged_kv_last_page_len_buffer=torch.empty(B, dtype=torch.int32, device="cuda"))
+    plan.plan(torch.arange(B + 1, dtype=torch.int32) * P, table.flatten(), torch.full((B,), S, dtype=torch.int32), H, G, D, S,
+              q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16)
+    yield "FlashInfer, paged", lambda q, k, v, m: plan.run(q, (k, v))
+
+
+def check():
+    """The three ways to the same attention agree: fp64 by definition, token by token, teacher-forced."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    print(f"on {device}; the decode step runs on the {'Triton kernels' if device == 'cuda' else 'references'}")
+    print(f"on {device}; this runs the {'Triton kernels' if device == 'cuda' else 'references'}")
     torch.manual_seed(0)
     for H, G, D, S in ((16, 8, 128, 16), (12, 2, 128, 16), (14, 2, 64, 8), (9, 3, 64, 32)):
         T, worst = 200, 0.0
@@ -535,6 +711,14 @@ def main():
         print(f"heads {H:2d}/{G}, D {D:3d}, page {S:2d}: dense against fp64 {exact:.1e}; decoding against teacher forcing "
               f"{worst:.1e}")
         assert exact < 1e-5 and worst < 1e-4, "these must agree to rounding"
+
+
+def main():
+    check()
+    if torch.cuda.is_available():
+        bench()
+    else:
+        print("no CUDA GPU here, so nothing is timed: kernels, GB/s and ratios to the byte floor need one")
 
 
 if __name__ == "__main__":
