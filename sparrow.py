@@ -52,7 +52,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from sparse_attn import (DENSE, add_norm, fill_kv, paged_attention, read_bandwidth, rms_norm, rope_append, rotate, sample_tokens,
-                         select_pages, silu_mul, sparse_attention)
+                         select_tables, silu_mul, sparse_attention)
 
 # ---- model ------------------------------------------------------------------------------------------------------
 
@@ -884,11 +884,11 @@ class Actor:
             q, k, v = qkv(h).view(n, H + 2 * G, D).split((H, G, G), dim=1)
             norms = (attn.q_norm.weight, attn.k_norm.weight, c.norm_eps) if c.qk_norm else None
             q = rope_append(q, k, v, cos, sin, norms, *cache, before)
-            chosen = (None, None)
+            read = table, after
             if i >= self.dense_layers and not self.schedule.dense:
-                chosen = select_pages(q, self.landmarks[i], table, after, budgets, self.page_size, self.first, self.last,
-                                      self.arrived)
-            out = paged_attention(q, self.k[i], self.v[i], table, after, *chosen)         # [n,H,D]
+                read = select_tables(q, self.landmarks[i], table, after, budgets, self.page_size, self.first, self.last,
+                                     self.arrived)
+            out = paged_attention(q, self.k[i], self.v[i], *read)                         # [n,H,D]
             h = add_norm(x, attn.o_proj(out.flatten(1)), layer.post_attention_layernorm.weight, c.norm_eps, dtype)
             delta = layer.mlp.down_proj(silu_mul(gate_up(h)))
         hidden = add_norm(x, delta, m.norm.weight, c.norm_eps, dtype)
@@ -1111,9 +1111,9 @@ def bench(args):
     if not torch.cuda.is_available():
         raise ValueError("--bench times the GPU's decode step, and no CUDA GPU was found")
     hf, S, rows, context = model_shape(args.model), args.page_size, args.rows, args.context
+    c, P = Config.from_hf(hf), -(-context // S)
     with torch.device("meta"):
-        model = Model(Config.from_hf(hf))
-    c, P = model.config, -(-context // S)
+        model = Model(c)
     actor = Actor(model, rows, context, rows * P, S, args.dense_layers, device="cuda")
     for name, p in actor.model.named_parameters():
         p.fill_(1.0) if "norm" in name else p.normal_(0, 0.02)

@@ -108,24 +108,37 @@ def select_pages_ref(q, landmarks, page_table, lengths, budgets, page_size=16, f
     return order[..., :K].int(), counts[:, 0].int()
 
 
+def _tables_of(pages, counts, page_table, lengths, page_size):
+    """Logical pages and counts -> each KV head's own page table [B,G,K], and how many tokens it holds [B,G].
+
+    In ascending order only the last page can be partly filled: so the tokens to read are the first so many again.
+    """
+    kept = torch.arange(pages.shape[-1], device=pages.device) < counts[:, None, None]    # [B,1,K]
+    pages = pages.masked_fill(~kept, 2**30).sort(-1).values
+    tokens = (lengths[:, None, None] - pages * page_size).clamp(0, page_size).masked_fill(~kept, 0).sum(-1)
+    pool = page_table[:, None].expand(-1, pages.shape[1], -1).gather(2, pages.masked_fill(~kept, 0).long())
+    return pool, tokens.int()
+
+
+def select_tables_ref(q, landmarks, page_table, lengths, budgets, page_size=16, first=1, last=2):
+    pages, counts = select_pages_ref(q, landmarks, page_table, lengths, budgets, page_size, first, last)
+    return _tables_of(pages, counts, page_table, lengths, page_size)
+
+
 # ---- decode: one query token per row ----------------------------------------------------------------------------
 
-def paged_attention_ref(q, k_pages, v_pages, page_table, lengths, pages=None, counts=None):
+def paged_attention_ref(q, k_pages, v_pages, page_table, lengths):
     (B, H, D), (N, G, S, _) = q.shape, k_pages.shape
-    if pages is None:  # dense: every page of the row, in order
-        counts = (lengths + S - 1) // S
-        pages = torch.arange(page_table.shape[1], device=q.device, dtype=torch.int32).expand(B, G, -1)
-    K = pages.shape[-1]
-    kept = torch.arange(K, device=q.device) < counts[:, None]                            # [B,K]
-    pages = pages.masked_fill(~kept[:, None], 0)  # what stands behind the count may be anything
-    pool = page_table.long()[:, None].expand(-1, G, -1).gather(2, pages.long())          # [B,G,K] pool pages
-    head = torch.arange(G, device=q.device)[:, None]
+    if page_table.ndim == 2:  # all heads read the same pages
+        page_table, lengths = page_table[:, None].expand(B, G, -1), lengths[:, None].expand(B, G)
+    T = page_table.shape[2] * S
+    there = torch.arange(T, device=q.device) < lengths[..., None]                        # [B,G,T]
+    pool = page_table.long().masked_fill(~there[..., ::S], 0)  # what stands behind the last page may be anything
     # An embedding look-up of (page, head) rows is the fastest gather PyTorch has.
-    k, v = (F.embedding(pool * G + head, x.view(N * G, S * D)).view(B, G, K * S, D).float() for x in (k_pages, v_pages))
-    token = pages[..., None] * S + torch.arange(S, device=q.device)                      # [B,G,K,S] positions
-    valid = (token < lengths[:, None, None, None]) & kept[:, None, :, None]
-    att = q.view(B, G, H // G, D).float() @ k.transpose(-1, -2) * D**-0.5                # [B,G,R,K*S]
-    att = att.masked_fill(~valid.view(B, G, 1, K * S), float("-inf")).softmax(-1)
+    at = pool * G + torch.arange(G, device=q.device)[:, None]                            # [B,G,K]
+    k, v = (F.embedding(at, x.view(N * G, S * D)).view(B, G, T, D).float() for x in (k_pages, v_pages))
+    att = q.view(B, G, H // G, D).float() @ k.transpose(-1, -2) * D**-0.5                # [B,G,R,T]
+    att = att.masked_fill(~there[:, :, None], float("-inf")).softmax(-1)
     return (att @ v).view(B, H, D).to(q.dtype)
 
 
@@ -283,16 +296,17 @@ def rope_append_triton(q, k, v, cos, sin, norms, k_pages, v_pages, landmarks, pa
 
 @jit
 def _select_kernel(q, landmarks, table, lengths, budgets, scores, pages, counts, arrived, q_row, q_head, table_row, P, first,
-                   last, R: tl.constexpr, S: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BP: tl.constexpr,
-                   CHUNK: tl.constexpr, TILE: tl.constexpr):
+                   last, POOL: tl.constexpr, R: tl.constexpr, S: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+                   BP: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr):
     """One program a (chunk of pages, KV head, row): score the chunk's pages by q . landmark. Of a row and head's programs the
     one that finishes last keeps the exact `count` best, in ascending order: so choosing overlaps with other rows' scoring.
 
-    A float's bits, its negative half turned over, order like unsigned integers; so the count-th largest score is found
-    bit by bit, counting over the row, with no sort. Ties at it go to the lower page, by a prefix sum.
+    A float's bits, its negative half turned over, order like unsigned integers; so the count-th largest score is found bit
+    by bit, counting over the row, with no sort, and often long before the last bit. Ties go to the lower page.
     """
     c, g, b, G = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(1)
-    n_pages, d = (tl.load(lengths + b) + S - 1) // S, tl.arange(0, BD)
+    length, d = tl.load(lengths + b), tl.arange(0, BD)
+    n_pages = (length + S - 1) // S
     query = tl.zeros([BD], tl.float32)
     for r in tl.static_range(R):
         query += tl.load(q + b * q_row + (g * R + r) * q_head + d, d < D, 0.0).to(tl.float32)
@@ -317,60 +331,61 @@ def _select_kernel(q, landmarks, table, lengths, budgets, scores, pages, counts,
             n = tl.sum((key >= trial).to(tl.int32))
             cut, n_kept = tl.where(n >= count, trial, cut), tl.where(n >= count, n, n_kept)
             bit -= 1
-        above, equal = (key > cut).to(tl.int32), (key == cut).to(tl.int32)
-        keep = (above > 0) | ((equal > 0) & (tl.cumsum(equal, 0) <= count - tl.sum(above)))
-        place = tl.cumsum(keep.to(tl.int32), 0) - 1
-        tl.store(pages + (b * G + g) * P + place, p, keep)
-        tl.store(counts + b, count)  # every head writes the same
+        keep = (key >= cut).to(tl.int32)
+        if n_kept > count:  # ties at the cut, and not room for all
+            tied = (key == cut).to(tl.int32)
+            keep = tl.where(tl.cumsum(tied, 0) * tied <= count - tl.sum(keep - tied), keep, 0)
+        place = pages + (b * G + g) * P + tl.cumsum(keep, 0) - 1
+        if POOL:
+            tl.store(place, tl.load(table + b * table_row + p, keep > 0, 0), keep > 0)
+            tl.store(counts + b * G + g, tl.sum(tl.where(keep > 0, tl.minimum(length - p * S, S), 0)))
+        else:
+            tl.store(place, p, keep > 0)
+            tl.store(counts + b, count)  # every head writes the same
 
 
-def select_pages_triton(q, landmarks, page_table, lengths, budgets, page_size=16, first=1, last=2, arrived=None, chunk=256,
-                        tile=64, warps=4):
+def select_pages_triton(q, landmarks, page_table, lengths, budgets, page_size=16, first=1, last=2, arrived=None, pool=False,
+                        chunk=256, tile=128, warps=4):
     (B, H, D), G, P = q.shape, landmarks.shape[1], page_table.shape[1]
     scores = torch.empty(B, G, P, device=q.device)
-    pages, counts = (torch.empty(shape, dtype=torch.int32, device=q.device) for shape in ((B, G, P), (B,)))
+    pages = torch.empty(B, G, P, dtype=torch.int32, device=q.device)
+    counts = torch.empty((B, G) if pool else (B,), dtype=torch.int32, device=q.device)
     arrived = torch.zeros(B * G, dtype=torch.int32, device=q.device) if arrived is None else arrived
     _select_kernel[triton.cdiv(P, chunk), G, B](
         q, landmarks, page_table, lengths, budgets, scores, pages, counts, arrived, q.stride(0), q.stride(1),
-        page_table.stride(0), P, first, last, H // G, page_size, D, triton.next_power_of_2(D), triton.next_power_of_2(P), chunk,
-        tile, num_warps=warps)
+        page_table.stride(0), P, first, last, pool, H // G, page_size, D, triton.next_power_of_2(D), triton.next_power_of_2(P),
+        chunk, tile, num_warps=warps)
     return pages, counts
 
 
 @jit
-def _attend_kernel(q, k_pages, v_pages, table, lengths, pages, counts, out, parts, stats, q_row, q_head, table_row, K, G, scale,
-                   R: tl.constexpr, BR: tl.constexpr, S: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-                   SPLITS: tl.constexpr, TILE: tl.constexpr, SELECTED: tl.constexpr, STAGES: tl.constexpr):
+def _attend_kernel(q, k_pages, v_pages, table, lengths, out, parts, stats, q_row, q_head, table_row, table_head, length_row,
+                   length_head, G, scale, R: tl.constexpr, BR: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
+                   BD: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr):
     """One program a (row, KV head, split of the tokens): online softmax over its tiles, for the group's R queries at once.
 
-    Tokens are counted over the pages kept: token j is in the (j // S)-th of them. A split with no tokens leaves weight 0.
-    scale includes log2(e): powers of two are what the hardware has.
+    A split with no tokens leaves weight 0. scale includes log2(e): powers of two are what the hardware has.
     """
     b, g, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     r, d, t = tl.arange(0, BR), tl.arange(0, BD), tl.arange(0, TILE)
-    length = tl.load(lengths + b)
-    total = tl.load(counts + b) * S if SELECTED else length
-    per_split = tl.cdiv(tl.cdiv(total, TILE), SPLITS) * TILE
+    length = tl.load(lengths + b * length_row + g * length_head)
+    per_split = tl.cdiv(tl.cdiv(length, TILE), SPLITS) * TILE
+    table += b * table_row + g * table_head
     query = tl.load(q + b * q_row + (g * R + r[:, None]) * q_head + d, (r[:, None] < R) & (d < D), 0.0)  # [BR,BD]
     best = tl.full([BR], float("-inf"), tl.float32)
     weight, acc = tl.zeros([BR], tl.float32), tl.zeros([BR, BD], tl.float32)
-    for start in tl.range(split * per_split, tl.minimum((split + 1) * per_split, total), TILE, num_stages=STAGES):
+    for start in tl.range(split * per_split, tl.minimum((split + 1) * per_split, length), TILE, num_stages=STAGES):
         j = start + t
-        logical = j // S
-        if SELECTED:
-            logical = tl.load(pages + (b * G + g) * K + logical, j < total, 0)
-        there = (j < total) & (logical * S + j % S < length)
-        page = tl.load(table + b * table_row + logical, there, 0).to(tl.int64) * G + g
+        page = tl.load(table + j // S, j < length, 0).to(tl.int64) * G + g
         at = ((page * S + j % S) * D)[:, None] + d                                        # [TILE,BD] 64-bit offsets
-        ok = there[:, None] & (d < D)
+        ok = (j < length)[:, None] & (d < D)
         key = tl.load(k_pages + at, ok, 0.0)
         value = tl.load(v_pages + at, ok, 0.0)
         score = tl.dot(query.to(key.dtype), tl.trans(key), input_precision="ieee") * scale  # [BR,TILE]
-        score = tl.where(there, score, float("-inf"))
-        top = tl.maximum(best, tl.max(score, 1))
-        safe = tl.where(top == float("-inf"), 0.0, top)  # a tile may hold no valid token
-        p = tl.exp2(score - safe[:, None])
-        fade = tl.exp2(best - safe)
+        score = tl.where(j < length, score, float("-inf"))
+        top = tl.maximum(best, tl.max(score, 1))  # finite: every tile has a first token
+        p = tl.exp2(score - top[:, None])
+        fade = tl.exp2(best - top)
         weight = weight * fade + tl.sum(p, 1)
         acc = acc * fade[:, None] + tl.dot(p.to(value.dtype), value, input_precision="ieee")
         best = top
@@ -395,21 +410,20 @@ def _merge_kernel(parts, stats, out, R: tl.constexpr, D: tl.constexpr, BD: tl.co
     tl.store(out + (bg * R + r) * D + d, result, d < D)
 
 
-def paged_attention_triton(q, k_pages, v_pages, page_table, lengths, pages=None, counts=None, splits=None, tile=64, warps=4,
-                           stages=3, per_sm=4):
-    (B, H, D), (N, G, S, _) = q.shape, k_pages.shape
-    R, BD, K = H // G, triton.next_power_of_2(D), page_table.shape[1] if pages is None else pages.shape[2]
+def paged_attention_triton(q, k_pages, v_pages, page_table, lengths, splits=None, tile=64, warps=4, stages=5):
+    (B, H, D), (N, G, S, _), K = q.shape, k_pages.shape, page_table.shape[-1]
+    R, BD, per_head = H // G, triton.next_power_of_2(D), page_table.ndim == 3
     if splits is None:  # about four programs a multiprocessor, and no split under a few tiles
-        programs = per_sm * torch.cuda.get_device_properties(q.device).multi_processor_count
+        programs = 4 * torch.cuda.get_device_properties(q.device).multi_processor_count
         splits = max(1, min(32, programs // (B * G), K * S // 256))
-    splits, dense = triton.next_power_of_2(splits), pages is None
+    splits = triton.next_power_of_2(splits)
     out = torch.empty(B, H, D, dtype=q.dtype, device=q.device)
     parts = torch.empty(B, G, splits, R, D, device=q.device) if splits > 1 else out
     stats = torch.empty(B, G, splits, R, 2, device=q.device) if splits > 1 else out
     _attend_kernel[B, G, splits](
-        q, k_pages, v_pages, page_table, lengths, lengths if dense else pages, lengths if dense else counts, out, parts, stats,
-        q.stride(0), q.stride(1), page_table.stride(0), K, G, D**-0.5 * 1.4426950408889634, R,
-        max(16, triton.next_power_of_2(R)), S, D, BD, splits, tile, not dense, stages, num_warps=warps)
+        q, k_pages, v_pages, page_table, lengths, out, parts, stats, q.stride(0), q.stride(1), page_table.stride(0),
+        page_table.stride(1) if per_head else 0, lengths.stride(0), lengths.stride(1) if per_head else 0, G,
+        D**-0.5 * 1.4426950408889634, R, max(16, triton.next_power_of_2(R)), S, D, BD, splits, tile, stages, num_warps=warps)
     if splits > 1:
         _merge_kernel[B * G, R](parts, stats, out, R, D, BD, splits, num_warps=1)
     return out
@@ -545,37 +559,54 @@ def sample_tokens(logits, uniforms, temperature):
     return (sample_tokens_triton if logits.is_cuda else sample_tokens_ref)(logits, uniforms, temperature)
 
 
-def select_pages(q, landmarks, page_table, lengths, budgets, page_size=16, first=1, last=2, arrived=None):
+def select_pages(q, landmarks, page_table, lengths, budgets, page_size=16, first=1, last=2):
     """The pages each row and KV head should read: (pages [B,G,K] int32, counts [B] int32).
 
     q: [B,H,D]; landmarks: [N,G,D]; page_table: [B,P] int32; lengths: [B] int32, counting the new token; budgets: [B]
     int32 in pages, reserved ones included. A row keeps min(max(budget, first + last), ceil(length / S)) pages: its
     first `first` and last `last` always, the rest by highest score, ties to the lower page. `pages` are logical
     (indices into the row's page table), in no promised order; entries at and past counts[b] mean nothing. Paper, 3.1.
-    arrived: scratch for the kernel, [B*G] int32 zeros, left zero; one that lives on saves clearing another at every call.
     """
+    _check_selection(q, landmarks, page_table, lengths, budgets)
+    select = select_pages_triton if q.is_cuda else select_pages_ref
+    return select(q, landmarks, page_table, lengths, budgets, page_size, first, last)
+
+
+def select_tables(q, landmarks, page_table, lengths, budgets, page_size=16, first=1, last=2, arrived=None):
+    """`select_pages` in the form that `paged_attention` reads fastest: every KV head's own page table.
+
+    -> (tables [B,G,K] int32, pool pages in ascending order of position; tokens [B,G] int32, how many they hold). arrived:
+    scratch for the kernel, [B*G] int32 zeros, left zero; one that lives on saves clearing another at every call.
+    """
+    _check_selection(q, landmarks, page_table, lengths, budgets)
+    args = q, landmarks, page_table, lengths, budgets, page_size, first, last
+    return select_pages_triton(*args, arrived, pool=True) if q.is_cuda else select_tables_ref(*args)
+
+
+def _check_selection(q, landmarks, page_table, lengths, budgets):
     (B, H, D), (_, G, _) = q.shape, landmarks.shape
     assert H % G == 0, f"{H} query heads do not divide into {G} KV heads"
     assert page_table.dtype == lengths.dtype == budgets.dtype == torch.int32
     assert len(page_table) == len(lengths) == len(budgets) == B
     assert landmarks.is_contiguous() and q.stride(-1) == 1
-    args = q, landmarks, page_table, lengths, budgets, page_size, first, last
-    return select_pages_triton(*args, arrived) if q.is_cuda else select_pages_ref(*args)
 
 
 def paged_attention(q, k_pages, v_pages, page_table, lengths, pages=None, counts=None):
     """Softmax attention of one query token per row over the selected pages, or over all when `pages` is None.
 
     q: [B,H,D]; k_pages, v_pages: [N,G,S,D]; page_table: [B,P] int32; lengths: [B] int32, counting the new token;
-    pages: [B,G,K] int32 and counts: [B] int32 from `select_pages`. Query head h reads KV head h // R. -> [B,H,D]
+    pages: [B,G,K] int32 and counts: [B] int32 from `select_pages`. Or page_table: [B,G,K] and lengths: [B,G], from
+    `select_tables`. Query head h reads KV head h // R. -> [B,H,D]
     """
     (B, H, D), (N, G, S, _) = q.shape, k_pages.shape
     assert H % G == 0 and k_pages.shape == v_pages.shape == (N, G, S, D)
     assert page_table.dtype == lengths.dtype == torch.int32 and len(page_table) == len(lengths) == B
     assert (pages is None) == (counts is None), "pages and counts come together, from select_pages"
-    assert k_pages.is_contiguous() and v_pages.is_contiguous() and q.stride(-1) == 1
+    assert k_pages.is_contiguous() and v_pages.is_contiguous() and q.stride(-1) == page_table.stride(-1) == 1
+    if pages is not None:
+        page_table, lengths = _tables_of(pages, counts, page_table, lengths, S)
     attend = paged_attention_triton if q.is_cuda else paged_attention_ref
-    return attend(q, k_pages, v_pages, page_table, lengths, pages, counts)
+    return attend(q, k_pages, v_pages, page_table, lengths)
 
 
 def sparse_attention(q, k, v, budgets, page_size=16, first=1, last=2):
@@ -654,12 +685,12 @@ def bench(copies=4, S=16, D=128):
         for K in (256, 64):
             budget = torch.full((B,), K, dtype=torch.int32, device="cuda")
             def select(q, k, v, m):
-                return select_pages(q, m, table, n, budget, S, arrived=arrived)
+                return select_tables(q, m, table, n, budget, S, arrived=arrived)
             chosen = {id(layer[0]): select(*layer) for layer in layers}
             row(f"select {K} of {P:,} pages", marks, select)
-            row(f"attend {K} pages", kv * K // P, lambda q, k, v, m: paged_attention(q, k, v, table, n, *chosen[id(q)]))
+            row(f"attend {K} pages", kv * K // P, lambda q, k, v, m: paged_attention(q, k, v, *chosen[id(q)]))
             row(f"sparse, {K} pages, whole", marks + kv * K // P,
-                lambda q, k, v, m: paged_attention(q, k, v, table, n, *select(q, k, v, m)))
+                lambda q, k, v, m: paged_attention(q, k, v, *select(q, k, v, m)))
 
 
 def peers(layers, table, n):

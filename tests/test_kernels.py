@@ -75,9 +75,9 @@ def test_attend(H, G, D, S, splits, dtype):
     q, k, v, marks, table, n = cache(H, G, D, S, [1, 5, S, S + 1, 70, 3 * S + 2], dtype)
     assert close(sa.paged_attention_triton(q, k, v, table, n, splits=splits), sa.paged_attention_ref(q, k, v, table, n), dtype)
     budgets = torch.tensor([1, 3, 2, 4, 3, 3], dtype=torch.int32, device=DEVICE)
-    chosen = sa.select_pages_ref(q, marks, table, n, budgets, S, 1, 1)
-    ref = sa.paged_attention_ref(q, k, v, table, n, *chosen)
-    assert close(sa.paged_attention_triton(q, k, v, table, n, *chosen, splits=splits), ref, dtype)
+    tables = sa.select_tables_ref(q, marks, table, n, budgets, S, 1, 1)
+    ref = sa.paged_attention_ref(q, k, v, *tables)
+    assert close(sa.paged_attention_triton(q, k, v, *tables, splits=splits), ref, dtype)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 4, 8])
@@ -102,16 +102,94 @@ def test_a_pool_of_more_than_2_to_the_31_elements():
     n = torch.tensor([100], dtype=torch.int32, device="cuda")
     chosen = sa.select_pages(q, marks, table, n, torch.tensor([5], dtype=torch.int32, device="cuda"))
     last = (k[-8:].clone(), v[-8:].clone())
-    ref = sa.paged_attention_ref(q, *last, table - (N - 8), n, *chosen)
+    ref = sa.paged_attention_ref(q, *last, *sa._tables_of(*chosen, table - (N - 8), n, S))
     assert close(sa.paged_attention(q, k, v, table, n, *chosen), ref, torch.bfloat16)
 
 
 def test_what_stands_behind_the_count_may_be_anything():
-    """The kernel leaves it unwritten; reference and kernel must both ignore it."""
+    """The kernels leave it unwritten; all that read it must ignore it. Nor does the order of the pages matter."""
     q, k, v, marks, table, n = cache(4, 2, 32, 16, [40, 100])
     pages, counts = sa.select_pages_ref(q, marks, table, n, torch.tensor([2, 5], dtype=torch.int32, device=DEVICE), 16, 1, 1)
     junk = pages.clone()
     junk[0, :, 2:] = 2**30
-    for attend in (sa.paged_attention_ref, sa.paged_attention_triton):
-        more = {} if attend is sa.paged_attention_ref else {"splits": 2}
-        assert torch.equal(attend(q, k, v, table, n, junk, counts, **more), attend(q, k, v, table, n, pages, counts, **more))
+    junk[1] = junk[1].flip(-1)
+    tables, tokens = sa._tables_of(pages, counts, table, n, 16)
+    more, extra = sa._tables_of(junk, counts, table, n, 16)
+    assert torch.equal(tokens, extra) and tokens.tolist() == [[24, 24], [68, 68]]
+    wild = tables.clone()
+    wild[0, :, 2:] = 2**30
+    want = sa.paged_attention_ref(q, k, v, tables, tokens)
+    for attend, splits in ((sa.paged_attention_ref, {}), (sa.paged_attention_triton, {"splits": 2})):
+        for t in (more, wild):
+            assert close(attend(q, k, v, t, tokens, **splits), want, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("H, G, D, S", SHAPES)
+def test_select_tables(H, G, D, S, dtype):
+    """Pool pages in ascending order and the tokens in them, also without a reserved last page; the scratch is left zero."""
+    q, _, _, marks, table, n = cache(H, G, D, S, [1, S, S + 1, 7 * S, 7 * S + 5, 11 * S - 1], dtype)
+    arrived = torch.zeros(6 * G, dtype=torch.int32, device=DEVICE)
+    for first, last, budgets in ((1, 2, [1, 3, 9, 4, 5, 7]), (2, 0, [1, 2, 2, 5, 4, 3])):
+        budgets = torch.tensor(budgets, dtype=torch.int32, device=DEVICE)
+        want, tokens = sa.select_tables_ref(q, marks, table, n, budgets, S, first, last)
+        got, counted = sa.select_pages_triton(q, marks, table, n, budgets, S, first, last, arrived, pool=True, chunk=4, tile=2)
+        assert torch.equal(tokens, counted) and not arrived.any()
+        for b in range(6):
+            for g in range(G):
+                kept = -(-int(tokens[b, g]) // S)
+                assert torch.equal(want[b, g, :kept], got[b, g, :kept])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("H, G, D, S", SHAPES)
+def test_rope_append(H, G, D, S, normed, dtype):
+    """Views of one fused projection in, as decoding has them; the cache as append_kv would leave it."""
+    lengths = [0, S - 1, S, 2 * S + 3]
+    _, k, v, marks, table, n = cache(H, G, D, S, lengths, dtype)
+    g = torch.Generator().manual_seed(3)
+    qkv = torch.randn(len(lengths), H + 2 * G, D, generator=g).to(DEVICE, dtype)
+    phase = torch.rand(len(lengths), D // 2, generator=g).to(DEVICE) * 100
+    norms = (*(torch.rand(2, D, generator=g) + 0.5).to(DEVICE), 1e-6) if normed else None
+    caches = [[x.clone() for x in (k, v, marks)] for _ in range(2)]
+    want, got = (run(*qkv.split((H, G, G), 1), phase.cos(), phase.sin(), norms, *c, table, n)
+                 for run, c in zip((sa.rope_append_ref, sa.rope_append_triton), caches))
+    for a, b in zip((want, *caches[0]), (got, *caches[1])):
+        assert close(a, b, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_add_norm_and_silu_mul(dtype):
+    g = torch.Generator().manual_seed(0)
+    x, delta, weight = (torch.randn(*shape, generator=g).to(DEVICE) for shape in ((3, 72), (3, 72), (72,)))
+    for d in (None, delta.to(dtype)):
+        a, b = x.clone(), x.clone()
+        assert close(sa.add_norm_ref(a, d, weight, 1e-6, dtype), sa.add_norm_triton(b, d, weight, 1e-6, dtype), dtype)
+        assert close(a, b, torch.float32) and (d is None) == torch.equal(b, x)
+    gate_up = torch.randn(3, 2 * 1100, generator=g).to(DEVICE, dtype)
+    assert close(sa.silu_mul_ref(gate_up), sa.silu_mul_triton(gate_up), dtype)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0])
+def test_sample_tokens(temperature):
+    """Two blocks of the vocabulary and a row stride wider than it (padded ids); the same draw but for the last bit of u."""
+    g = torch.Generator().manual_seed(0)
+    logits = (4 * torch.randn(40, 1500, generator=g)).to(DEVICE)
+    logits[:, 1300:] = 100.0  # padding: must not count
+    logits[:20, 1050] = 12.0
+    logits, uniforms = logits[:, :1300], torch.rand(40, generator=g).to(DEVICE)
+    uniforms[:2] = torch.tensor([0.0, 1.0 - 2**-24])
+    want, logp = sa.sample_tokens_ref(logits, uniforms, temperature)
+    got, found = sa.sample_tokens_triton(logits, uniforms, temperature)
+    assert (want == got).sum() >= 39 and (got < 1300).all() and got.max() >= 1024 > got.min()
+    exact = (logits / (temperature or 1.0)).log_softmax(-1).gather(1, got[:, None])[:, 0]
+    assert (found - exact).abs().max() < 1e-4
+
+
+def test_sampling_frequencies():
+    """The kernel's draws follow the distribution, and a token of probability zero is never drawn."""
+    p = torch.tensor([0.5, 0.0, 0.3, 0.2], device=DEVICE)
+    u = (torch.arange(1000, device=DEVICE) + 0.5) / 1000
+    tokens, _ = sa.sample_tokens_triton(p.log().expand(1000, -1).contiguous(), u, 1.0)
+    assert tokens.bincount(minlength=4).tolist() == [500, 0, 300, 200]
