@@ -190,14 +190,15 @@ def sample_tokens_ref(logits, uniforms, temperature):
 # ---- teacher-forced: all query tokens of a sequence at once -----------------------------------------------------
 
 def sparse_attention_ref(q, k, v, budgets, page_size=16, first=1, last=2, chunk=256):
-    budgets = budgets.expand(q.shape[0], q.shape[2])
-    means = _page_means(k.detach(), page_size).to(k.dtype)                               # [B,G,P,D]
-    running = _running_page_mean(k.detach(), page_size).to(k.dtype)                      # [B,G,T,D]
+    (B, _, C, _), T = q.shape, k.shape[2]
+    budgets = budgets.expand(B, C)
+    means, running = _teacher_landmarks(k.detach(), C, page_size)                        # [B,G,P,D], [B,G,C,D]
     out = []
-    for t0 in range(0, q.shape[2], chunk):
-        # A chunk sees the keys up to its own last token. Recomputed in the backward pass: memory is chunk x T, not T x T.
-        t1 = min(t0 + chunk, q.shape[2])
-        args = (q[:, :, t0:t1], k[:, :, :t1], v[:, :, :t1], means, running[:, :, t0:t1], budgets[:, t0:t1], t0,
+    for c0 in range(0, C, chunk):
+        # A chunk sees the keys up to its last token. Recomputed in the backward pass: memory is chunk x T, not C x T.
+        c1 = min(c0 + chunk, C)
+        t0, t1 = T - C + c0, T - C + c1
+        args = (q[:, :, c0:c1], k[:, :, :t1], v[:, :, :t1], means, running[:, :, c0:c1], budgets[:, c0:c1], t0,
                 page_size, first, last)
         recompute = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         out.append(checkpoint(_sparse_chunk, *args, use_reentrant=False) if recompute else _sparse_chunk(*args))
@@ -211,16 +212,29 @@ def _running_page_mean(k, S):
     return (k / torch.arange(1, S + 1, device=k.device)[:, None]).flatten(-3, -2)[..., :T, :]
 
 
+def _teacher_landmarks(k, C, S):
+    """Of every page, and of its own unfinished page as each of the last C tokens saw it: [...,P,D] and [...,C,D]."""
+    start = (k.shape[-2] - C) // S * S  # where the first query's page begins
+    return _page_means(k, S).to(k.dtype), _running_page_mean(k[..., start:, :], S)[..., -C:, :].to(k.dtype)
+
+
+def _teacher_scores(q, means, running, t0, S):
+    """Page scores of queries t0..t0+C-1. q: [B,H,C,D]; means: [B,G,>=P,D]; running: [B,G,C,D] -> [B,G,C,P] fp32"""
+    (B, H, C, D), G = q.shape, means.shape[1]
+    P = -(-(t0 + C) // S)
+    query = torch.arange(t0, t0 + C, device=q.device)
+    q_sum = q.view(B, G, H // G, C, D).float().sum(2)                                    # [B,G,C,D]
+    scores = q_sum @ means[:, :, :P].float().transpose(-1, -2)                           # [B,G,C,P]
+    own = (q_sum * running.float()).sum(-1, keepdim=True)                                # [B,G,C,1]
+    return scores.scatter_(-1, (query // S).view(1, 1, C, 1).expand(B, G, C, 1), own)
+
+
 def _sparse_chunk(q, k, v, means, running, budgets, t0, S, first, last):
     """Queries t0..t0+C-1 over keys 0..t0+C-1. q: [B,H,C,D]; k, v: [B,G,t1,D]; running: [B,G,C,D]; budgets: [B,C]"""
     (B, H, C, D), (_, G, t1, _) = q.shape, k.shape
     query = torch.arange(t0, t0 + C, device=q.device)
-    P = -(-t1 // S)
     with torch.no_grad():  # which pages to read is a choice, not a function to differentiate
-        q_sum = q.view(B, G, H // G, C, D).float().sum(2)                                # [B,G,C,D]
-        scores = q_sum @ means[:, :, :P].float().transpose(-1, -2)                       # [B,G,C,P]
-        own = (q_sum * running.float()).sum(-1, keepdim=True)                            # [B,G,C,1]
-        scores = scores.scatter(-1, (query // S).view(1, 1, C, 1).expand(B, G, C, 1), own)
+        scores = _teacher_scores(q, means, running, t0, S)                               # [B,G,C,P]
         order, counts = _choose(scores, query + 1, budgets[:, None], S, first, last)
         rank = order.argsort(-1)                                                         # [B,G,C,P] page -> place
         kept = (rank < counts[..., None]).repeat_interleave(S, dim=-1)[..., :t1]         # [B,G,C,t1]
@@ -295,16 +309,35 @@ def rope_append_triton(q, k, v, cos, sin, norms, k_pages, v_pages, landmarks, pa
 
 
 @jit
+def _keep_best(score, count):
+    """Which entries of each row of score [Q,P] are its `count` [Q,1] best, exactly; ties to the lower index. -> int32 0 or 1
+
+    A float's bits, its negative half turned over, order like unsigned integers; so the count-th largest is found bit by bit,
+    counting over the row, with no sort, and often long before the last bit.
+    """
+    bits = (score + 0.0).to(tl.uint32, bitcast=True)  # -0.0 becomes 0.0
+    key = tl.where(bits >> 31 != 0, ~bits, bits | 0x80000000)
+    cut, n_kept, bit = tl.zeros_like(count).to(tl.uint32), tl.zeros_like(count) + score.shape[1], tl.full([], 31, tl.int32)
+    while (tl.sum((n_kept != count).to(tl.int32)) > 0) & (bit >= 0):
+        trial = cut | (tl.full([], 1, tl.uint32) << bit.to(tl.uint32))
+        n = tl.sum((key >= trial).to(tl.int32), 1, keep_dims=True)
+        cut, n_kept = tl.where(n >= count, trial, cut), tl.where(n >= count, n, n_kept)
+        bit -= 1
+    keep = (key >= cut).to(tl.int32)
+    if bit < 0:  # maybe ties at the cut, and not room for all
+        tied = (key == cut).to(tl.int32)
+        keep = tl.where(tl.cumsum(tied, 1) * tied <= count - tl.sum(keep - tied, 1, keep_dims=True), keep, 0)
+    return keep
+
+
+@jit
 def _select_kernel(q, landmarks, table, lengths, budgets, scores, pages, counts, arrived, q_row, q_head, table_row, P, first,
                    last, POOL: tl.constexpr, R: tl.constexpr, S: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
                    BP: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr):
     """One program a (chunk of pages, KV head, row): score the chunk's pages by q . landmark. Of a row and head's programs the
     one that finishes last keeps the exact `count` best, in ascending order: so choosing overlaps with other rows' scoring.
-
-    A float's bits, its negative half turned over, order like unsigned integers; so the count-th largest score is found bit
-    by bit, counting over the row, with no sort, and often long before the last bit. Ties go to the lower page.
     """
-    c, g, b, G = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(1)
+    g, c, b, G = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(0)
     length, d = tl.load(lengths + b), tl.arange(0, BD)
     n_pages = (length + S - 1) // S
     query = tl.zeros([BD], tl.float32)
@@ -317,25 +350,14 @@ def _select_kernel(q, landmarks, table, lengths, budgets, scores, pages, counts,
         marks = tl.load(landmarks + page[:, None] * D + d, (p < n_pages)[:, None] & (d < D), 0.0)  # [TILE,BD]
         tl.store(scores + p, tl.sum(marks.to(tl.float32) * query, 1), p < n_pages)
     tl.debug_barrier()  # the whole chunk is written before it is counted as there
-    if tl.atomic_add(arrived + b * G + g, 1) == tl.num_programs(0) - 1:
+    if tl.atomic_add(arrived + b * G + g, 1) == tl.num_programs(1) - 1:
         tl.store(arrived + b * G + g, 0)  # ready for the next launch
-        p = tl.arange(0, BP)
-        score = tl.load(scores + p, p < n_pages, float("-inf"), cache_modifier=".cg") + 0.0  # -0.0 becomes 0.0
+        p = tl.arange(0, BP)[None, :]
+        score = tl.load(scores + p, p < n_pages, float("-inf"), cache_modifier=".cg")
         score = tl.where(((p < first) | (p >= n_pages - last)) & (p < n_pages), float("inf"), score)
         count = tl.minimum(tl.maximum(tl.load(budgets + b), first + last), n_pages)
-        bits = score.to(tl.uint32, bitcast=True)
-        key = tl.where(bits >> 31 != 0, ~bits, bits | 0x80000000)
-        cut, bit, n_kept = tl.zeros([], tl.uint32), tl.full([], 31, tl.uint32), tl.full([], BP, tl.int32)
-        while (n_kept != count) & (bit < 32):  # after bit 0 comes 2**32 - 1
-            trial = cut | (tl.full([], 1, tl.uint32) << bit)
-            n = tl.sum((key >= trial).to(tl.int32))
-            cut, n_kept = tl.where(n >= count, trial, cut), tl.where(n >= count, n, n_kept)
-            bit -= 1
-        keep = (key >= cut).to(tl.int32)
-        if n_kept > count:  # ties at the cut, and not room for all
-            tied = (key == cut).to(tl.int32)
-            keep = tl.where(tl.cumsum(tied, 0) * tied <= count - tl.sum(keep - tied), keep, 0)
-        place = pages + (b * G + g) * P + tl.cumsum(keep, 0) - 1
+        keep = _keep_best(score, tl.full([1, 1], 0, tl.int32) + count)                    # [1,BP]
+        place = pages + (b * G + g) * P + tl.cumsum(keep, 1) - 1
         if POOL:
             tl.store(place, tl.load(table + b * table_row + p, keep > 0, 0), keep > 0)
             tl.store(counts + b * G + g, tl.sum(tl.where(keep > 0, tl.minimum(length - p * S, S), 0)))
@@ -351,7 +373,7 @@ def select_pages_triton(q, landmarks, page_table, lengths, budgets, page_size=16
     pages = torch.empty(B, G, P, dtype=torch.int32, device=q.device)
     counts = torch.empty((B, G) if pool else (B,), dtype=torch.int32, device=q.device)
     arrived = torch.zeros(B * G, dtype=torch.int32, device=q.device) if arrived is None else arrived
-    _select_kernel[triton.cdiv(P, chunk), G, B](
+    _select_kernel[G, triton.cdiv(P, chunk), B](
         q, landmarks, page_table, lengths, budgets, scores, pages, counts, arrived, q.stride(0), q.stride(1),
         page_table.stride(0), P, first, last, pool, H // G, page_size, D, triton.next_power_of_2(D), triton.next_power_of_2(P),
         chunk, tile, num_warps=warps)
@@ -410,7 +432,148 @@ def _merge_kernel(parts, stats, out, R: tl.constexpr, D: tl.constexpr, BD: tl.co
     tl.store(out + (bg * R + r) * D + d, result, d < D)
 
 
-def paged_attention_triton(q, k_pages, v_pages, page_table, lengths, splits=None, tile=64, warps=4, stages=5):
+def paged_attention_triton(q, k_pages, v_pages, page_table, lengths, splits=None, tile=64, warps=2, stages=5):
+    (B, H, D), (N, G, S, _), K = q.shape, k_pages.shape, page_table.shape[-1]
+    R, BD, per_head = H // G, triton.next_power_of_2(D), page_table.ndim == 3
+    if splits is None:
+        # Programs that all run at once (two a multiprocessor) share the bandwidth evenly and end together. If the rows and
+        # heads alone are more than that, then many short ones, so that the last round is small against the whole.
+        sm = torch.cuda.get_device_properties(q.device).multi_processor_count
+        splits = max(1, min(32, 2 * sm // (B * G) or 16 * sm // (B * G), K * S // 256))
+        splits = 1 << (splits.bit_length() - 1)
+    out = torch.empty(B, H, D, dtype=q.dtype, device=q.device)
+    q_norm, k_norm, eps = norms or (q, k, 0.0)
+    _append_kernel[B, H + G](q, k, v, cos, sin, q_norm, k_norm, out, k_pages, v_pages, landmarks, page_table, lengths,
+                             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], page_table.stride(0), H, G, eps, True,
+                             norms is not None, S, D, triton.next_power_of_2(D // 2), num_warps=1)
+    return out
+
+
+@jit
+def _keep_best(score, count):
+    """Which entries of each row of score [Q,P] are its `count` [Q,1] best, exactly; ties to the lower index. -> int32 0 or 1
+
+    A float's bits, its negative half turned over, order like unsigned integers; so the count-th largest is found bit by bit,
+    counting over the row, with no sort, and often long before the last bit.
+    """
+    bits = (score + 0.0).to(tl.uint32, bitcast=True)  # -0.0 becomes 0.0
+    key = tl.where(bits >> 31 != 0, ~bits, bits | 0x80000000)
+    cut, n_kept, bit = tl.zeros_like(count).to(tl.uint32), tl.zeros_like(count) + score.shape[1], tl.full([], 31, tl.int32)
+    while (tl.sum((n_kept != count).to(tl.int32)) > 0) & (bit >= 0):
+        trial = cut | (tl.full([], 1, tl.uint32) << bit.to(tl.uint32))
+        n = tl.sum((key >= trial).to(tl.int32), 1, keep_dims=True)
+        cut, n_kept = tl.where(n >= count, trial, cut), tl.where(n >= count, n, n_kept)
+        bit -= 1
+    keep = (key >= cut).to(tl.int32)
+    if bit < 0:  # maybe ties at the cut, and not room for all
+        tied = (key == cut).to(tl.int32)
+        keep = tl.where(tl.cumsum(tied, 1) * tied <= count - tl.sum(keep - tied, 1, keep_dims=True), keep, 0)
+    return keep
+
+
+@jit
+def _select_kernel(q, landmarks, table, lengths, budgets, scores, pages, counts, arrived, q_row, q_head, table_row, P, first,
+                   last, POOL: tl.constexpr, R: tl.constexpr, S: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+                   BP: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr):
+    """One program a (chunk of pages, KV head, row): score the chunk's pages by q . landmark. Of a row and head's programs the
+    one that finishes last keeps the exact `count` best, in ascending order: so choosing overlaps with other rows' scoring.
+    """
+    g, c, b, G = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(0)
+    length, d = tl.load(lengths + b), tl.arange(0, BD)
+    n_pages = (length + S - 1) // S
+    query = tl.zeros([BD], tl.float32)
+    for r in tl.static_range(R):
+        query += tl.load(q + b * q_row + (g * R + r) * q_head + d, d < D, 0.0).to(tl.float32)
+    scores += (b * G + g) * P
+    for start in tl.range(c * CHUNK, tl.minimum((c + 1) * CHUNK, n_pages), TILE):
+        p = start + tl.arange(0, TILE)
+        page = tl.load(table + b * table_row + p, p < n_pages, 0).to(tl.int64) * G + g
+        marks = tl.load(landmarks + page[:, None] * D + d, (p < n_pages)[:, None] & (d < D), 0.0)  # [TILE,BD]
+        tl.store(scores + p, tl.sum(marks.to(tl.float32) * query, 1), p < n_pages)
+    tl.debug_barrier()  # the whole chunk is written before it is counted as there
+    if tl.atomic_add(arrived + b * G + g, 1) == tl.num_programs(1) - 1:
+        tl.store(arrived + b * G + g, 0)  # ready for the next launch
+        p = tl.arange(0, BP)[None, :]
+        score = tl.load(scores + p, p < n_pages, float("-inf"), cache_modifier=".cg")
+        score = tl.where(((p < first) | (p >= n_pages - last)) & (p < n_pages), float("inf"), score)
+        count = tl.minimum(tl.maximum(tl.load(budgets + b), first + last), n_pages)
+        keep = _keep_best(score, tl.full([1, 1], 0, tl.int32) + count)                    # [1,BP]
+        place = pages + (b * G + g) * P + tl.cumsum(keep, 1) - 1
+        if POOL:
+            tl.store(place, tl.load(table + b * table_row + p, keep > 0, 0), keep > 0)
+            tl.store(counts + b * G + g, tl.sum(tl.where(keep > 0, tl.minimum(length - p * S, S), 0)))
+        else:
+            tl.store(place, p, keep > 0)
+            tl.store(counts + b, count)  # every head writes the same
+
+
+def select_pages_triton(q, landmarks, page_table, lengths, budgets, page_size=16, first=1, last=2, arrived=None, pool=False,
+                        chunk=256, tile=128, warps=4):
+    (B, H, D), G, P = q.shape, landmarks.shape[1], page_table.shape[1]
+    scores = torch.empty(B, G, P, device=q.device)
+    pages = torch.empty(B, G, P, dtype=torch.int32, device=q.device)
+    counts = torch.empty((B, G) if pool else (B,), dtype=torch.int32, device=q.device)
+    arrived = torch.zeros(B * G, dtype=torch.int32, device=q.device) if arrived is None else arrived
+    _select_kernel[G, triton.cdiv(P, chunk), B](
+        q, landmarks, page_table, lengths, budgets, scores, pages, counts, arrived, q.stride(0), q.stride(1),
+        page_table.stride(0), P, first, last, pool, H // G, page_size, D, triton.next_power_of_2(D), triton.next_power_of_2(P),
+        chunk, tile, num_warps=warps)
+    return pages, counts
+
+
+@jit
+def _attend_kernel(q, k_pages, v_pages, table, lengths, out, parts, stats, q_row, q_head, table_row, table_head, length_row,
+                   length_head, G, scale, R: tl.constexpr, BR: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
+                   BD: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr):
+    """One program a (row, KV head, split of the tokens): online softmax over its tiles, for the group's R queries at once.
+
+    A split with no tokens leaves weight 0. scale includes log2(e): powers of two are what the hardware has.
+    """
+    b, g, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    r, d, t = tl.arange(0, BR), tl.arange(0, BD), tl.arange(0, TILE)
+    length = tl.load(lengths + b * length_row + g * length_head)
+    per_split = tl.cdiv(tl.cdiv(length, TILE), SPLITS) * TILE
+    table += b * table_row + g * table_head
+    query = tl.load(q + b * q_row + (g * R + r[:, None]) * q_head + d, (r[:, None] < R) & (d < D), 0.0)  # [BR,BD]
+    best = tl.full([BR], float("-inf"), tl.float32)
+    weight, acc = tl.zeros([BR], tl.float32), tl.zeros([BR, BD], tl.float32)
+    for start in tl.range(split * per_split, tl.minimum((split + 1) * per_split, length), TILE, num_stages=STAGES):
+        j = start + t
+        page = tl.load(table + j // S, j < length, 0).to(tl.int64) * G + g
+        at = ((page * S + j % S) * D)[:, None] + d                                        # [TILE,BD] 64-bit offsets
+        ok = (j < length)[:, None] & (d < D)
+        key = tl.load(k_pages + at, ok, 0.0)
+        value = tl.load(v_pages + at, ok, 0.0)
+        score = tl.dot(query.to(key.dtype), tl.trans(key), input_precision="ieee") * scale  # [BR,TILE]
+        score = tl.where(j < length, score, float("-inf"))
+        top = tl.maximum(best, tl.max(score, 1))  # finite: every tile has a first token
+        p = tl.exp2(score - top[:, None])
+        fade = tl.exp2(best - top)
+        weight = weight * fade + tl.sum(p, 1)
+        acc = acc * fade[:, None] + tl.dot(p.to(value.dtype), value, input_precision="ieee")
+        best = top
+    if SPLITS == 1:
+        tl.store(out + ((b * G + g) * R + r[:, None]) * D + d, acc / weight[:, None], (r[:, None] < R) & (d < D))
+    else:
+        row = ((b * G + g) * SPLITS + split) * R + r
+        tl.store(parts + row[:, None] * D + d, acc, (r[:, None] < R) & (d < D))
+        tl.store(stats + row * 2, best, r < R)
+        tl.store(stats + row * 2 + 1, weight, r < R)
+
+
+@jit
+def _merge_kernel(parts, stats, out, R: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, SPLITS: tl.constexpr):
+    """One program a (row * KV head, query of the group): join the splits, each weighted by 2 to the power of its maximum."""
+    bg, r, d, s = tl.program_id(0), tl.program_id(1), tl.arange(0, BD), tl.arange(0, SPLITS)
+    row = (bg * SPLITS + s) * R + r
+    best, weight = tl.load(stats + row * 2), tl.load(stats + row * 2 + 1)
+    scale = tl.exp2(best - tl.max(best, 0))
+    acc = tl.load(parts + row[:, None] * D + d, d < D, 0.0)
+    result = tl.sum(acc * scale[:, None], 0) / tl.sum(weight * scale, 0)
+    tl.store(out + (bg * R + r) * D + d, result, d < D)
+
+
+def paged_attention_triton(q, k_pages, v_pages, page_table, lengths, splits=None, tile=64, warps=2, stages=5):
     (B, H, D), (N, G, S, _), K = q.shape, k_pages.shape, page_table.shape[-1]
     R, BD, per_head = H // G, triton.next_power_of_2(D), page_table.ndim == 3
     if splits is None:  # about four programs a multiprocessor, and no split under a few tiles
@@ -508,6 +671,190 @@ def sample_tokens_triton(logits, uniforms, temperature):
     _draw_kernel[(B,)](logits, parts, uniforms, tokens, logprobs, logits.stride(0), V, blocks, inv_t, temperature == 0, block,
                        triton.next_power_of_2(blocks))
     return tokens, logprobs
+
+
+# ---- Triton kernels of teacher forcing --------------------------------------------------------------------------
+# Flash attention whose mask is one bit per (query, KV head, page). Tokens read different pages, so a tile of queries
+# needs nearly every tile of keys: the kernels walk them all and let the bits decide. What they save is memory.
+
+
+@jit
+def _mask_kernel(scores, budgets, mask, c0, n, rows, G, C, T, P, W, first, last, S: tl.constexpr, BQ: tl.constexpr,
+                 BP: tl.constexpr):
+    """One program a few queries (row b * G + g, query c0 + i of n): `_choose`, its answer left as 32 pages a word."""
+    row, p = tl.program_id(0) * BQ + tl.arange(0, BQ)[:, None], tl.arange(0, BP)[None, :]
+    bg, query = row // n, c0 + row % n                                                    # [BQ,1]
+    n_pages = (T - C + query) // S + 1
+    score = tl.load(scores + row.to(tl.int64) * P + p, (row < rows) & (p < n_pages), float("-inf"))
+    score = tl.where((p < first) | ((p >= n_pages - last) & (p < n_pages)), float("inf"), score)
+    count = tl.minimum(tl.maximum(tl.load(budgets + bg // G * C + query, row < rows, 0), first + last), n_pages)
+    keep = tl.reshape(_keep_best(score, count), [BQ, BP // 32, 32])
+    words, w = tl.sum(keep << tl.arange(0, 32)[None, None, :], 2), tl.arange(0, BP // 32)[None, :]  # [BQ,BP/32]
+    tl.store(mask + (bg.to(tl.int64) * C + query) * W + w, words, (row < rows) & (w < W))
+
+
+def _page_mask(q, k, budgets, S, first, last, limit=2**26):
+    """The pages each query keeps: [B,G,C,ceil(P/32)] int32, bit p % 32 of word p // 32 for page p."""
+    (B, _, C, _), (_, G, T, _) = q.shape, k.shape
+    P = triton.cdiv(T, S)
+    means, running = _teacher_landmarks(k, C, S)
+    mask = torch.zeros(B, G, C, triton.cdiv(P, 32), dtype=torch.int32, device=q.device)
+    chunk = max(1, limit // (B * G * P))  # so many scores at a time: 256 MB
+    for c0 in range(0, C, chunk):
+        n, t0 = min(chunk, C - c0), T - C + c0
+        scores = _teacher_scores(q[:, :, c0:c0 + n], means, running[:, :, c0:c0 + n], t0, S)  # [B,G,n,pages so far]
+        BP = max(32, triton.next_power_of_2(scores.shape[-1]))
+        BQ = max(1, 1024 // BP)  # few enough for one warp, whose sums need no barrier
+        _mask_kernel[(triton.cdiv(B * G * n, BQ),)](
+            scores, budgets, mask, c0, n, B * G * n, G, C, T, scores.shape[-1], mask.shape[-1], first, last, S, BQ, BP,
+            num_warps=max(1, BP // 2048))
+    return mask
+
+
+@jit
+def _sees(word, t, j, S: tl.constexpr):
+    """Which keys j of a tile a query sees: bit 0 of `word` is the tile's first page, t the query's place from there."""
+    return ((word >> (j // S)) & 1 != 0) & (j <= t)
+
+
+@jit
+def _sparse_forward_kernel(q, k, v, mask, out, lse, C, T, W, scale, R: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
+                           BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """One program a (row and query head, tile of BM queries): online softmax, in base 2, over the keys up to its last.
+
+    The pages of a key tile share a word of the mask, so a tile costs one more load a query. Long tiles start first.
+    """
+    bh, tile = tl.program_id(0).to(tl.int64), tl.num_programs(1) - 1 - tl.program_id(1)
+    i, d, j = tile * BM + tl.arange(0, BM), tl.arange(0, BD), tl.arange(0, BN)
+    at = (bh * C + i)[:, None] * D + d
+    k, v, mask = k + bh // R * T * D, v + bh // R * T * D, mask + (bh // R * C + i) * W
+    query = tl.load(q + at, (i < C)[:, None] & (d < D), 0.0)                              # [BM,BD]
+    best = tl.full([BM], -1e38, tl.float32)  # finite: a row may keep nothing of its first tiles
+    weight, acc = tl.zeros([BM], tl.float32), tl.zeros([BM, BD], tl.float32)
+    for start in range(0, tl.minimum(T, T - C + (tile + 1) * BM), BN):
+        n = start + j
+        ok = (n < T)[:, None] & (d < D)
+        key = tl.load(k + n[:, None] * D + d, ok, 0.0)                                    # [BN,BD]
+        value = tl.load(v + n[:, None] * D + d, ok, 0.0)
+        word = tl.load(mask + start // (32 * S), i < C, -1) >> (start // S % 32)  # past C: any page, lest weight be 0
+        score = tl.dot(query, tl.trans(key), input_precision="ieee") * (scale * 1.4426950408889634)  # log2(e)
+        score = tl.where(_sees(word[:, None], (T - C + i - start)[:, None], j[None, :], S), score, float("-inf"))
+        top = tl.maximum(best, tl.max(score, 1))
+        p = tl.exp2(score - top[:, None])
+        fade = tl.exp2(best - top)
+        weight = weight * fade + tl.sum(p, 1)
+        acc = acc * fade[:, None] + tl.dot(p.to(value.dtype), value, input_precision="ieee")
+        best = top
+    tl.store(out + at, acc / weight[:, None], (i < C)[:, None] & (d < D))
+    tl.store(lse + bh * C + i, best + tl.log2(weight), i < C)
+
+
+@jit
+def _sparse_dq_kernel(q, k, v, mask, out, lse, dout, delta, dq, C, T, W, scale, R: tl.constexpr, S: tl.constexpr,
+                      D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """One program a (row and query head, tile of BM queries), as in the forward pass: the gradient of its queries.
+
+    With p the attention weights: dp = dout . v, ds = p (dp - delta), delta = dout . out. Leaves delta for dk, dv.
+    """
+    bh, tile = tl.program_id(0).to(tl.int64), tl.num_programs(1) - 1 - tl.program_id(1)
+    i, d, j = tile * BM + tl.arange(0, BM), tl.arange(0, BD), tl.arange(0, BN)
+    at, there = (bh * C + i)[:, None] * D + d, (i < C)[:, None] & (d < D)
+    k, v, mask = k + bh // R * T * D, v + bh // R * T * D, mask + (bh // R * C + i) * W
+    query, grad = tl.load(q + at, there, 0.0), tl.load(dout + at, there, 0.0)             # [BM,BD]
+    norm = tl.load(lse + bh * C + i, i < C, 0.0)
+    inner = tl.sum(grad.to(tl.float32) * tl.load(out + at, there, 0.0).to(tl.float32), 1)
+    tl.store(delta + bh * C + i, inner, i < C)
+    acc = tl.zeros([BM, BD], tl.float32)
+    for start in range(0, tl.minimum(T, T - C + (tile + 1) * BM), BN):
+        n = start + j
+        ok = (n < T)[:, None] & (d < D)
+        key = tl.load(k + n[:, None] * D + d, ok, 0.0)                                    # [BN,BD]
+        value = tl.load(v + n[:, None] * D + d, ok, 0.0)
+        word = tl.load(mask + start // (32 * S), i < C, 0) >> (start // S % 32)
+        score = tl.dot(query, tl.trans(key), input_precision="ieee") * (scale * 1.4426950408889634)
+        sees = _sees(word[:, None], (T - C + i - start)[:, None], j[None, :], S)
+        p = tl.where(sees, tl.exp2(score - norm[:, None]), 0.0)                           # [BM,BN]
+        ds = p * (tl.dot(grad, tl.trans(value), input_precision="ieee") - inner[:, None])
+        acc += tl.dot(ds.to(key.dtype), key, input_precision="ieee")
+    tl.store(dq + at, acc * scale, there)
+
+
+@jit
+def _sparse_dkv_kernel(q, k, v, mask, lse, dout, delta, dk, dv, C, T, W, scale, R: tl.constexpr, S: tl.constexpr,
+                       D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """One program a (row and KV head, tile of BN keys): its gradients, summed over the group's queries at or after it.
+
+    No other program writes them: no atomics, and always the same order of summation. Scores are transposed, [BN,BM].
+    """
+    bg, first_key, d = tl.program_id(0).to(tl.int64), tl.program_id(1) * BN, tl.arange(0, BD)
+    j, m = tl.arange(0, BN), tl.arange(0, BM)
+    n = first_key + j
+    at, there = (bg * T + n)[:, None] * D + d, (n < T)[:, None] & (d < D)
+    key, value = tl.load(k + at, there, 0.0), tl.load(v + at, there, 0.0)                 # [BN,BD]
+    dkey, dvalue = tl.zeros([BN, BD], tl.float32), tl.zeros([BN, BD], tl.float32)
+    mask += bg * C * W + first_key // (32 * S)
+    for r in range(R):
+        row = (bg * R + r) * C
+        for start in range(tl.maximum(first_key - (T - C), 0) // BM * BM, C, BM):
+            i = start + m
+            ok = (i < C)[:, None] & (d < D)
+            query = tl.load(q + row * D + i[:, None] * D + d, ok, 0.0)                    # [BM,BD]
+            grad = tl.load(dout + row * D + i[:, None] * D + d, ok, 0.0)
+            word = tl.load(mask + i * W, i < C, 0) >> (first_key // S % 32)
+            norm, inner = tl.load(lse + row + i, i < C, 0.0), tl.load(delta + row + i, i < C, 0.0)
+            score = tl.dot(key, tl.trans(query), input_precision="ieee") * (scale * 1.4426950408889634)
+            sees = _sees(word[None, :], (T - C + i - first_key)[None, :], j[:, None], S)
+            p = tl.where(sees, tl.exp2(score - norm[None, :]), 0.0)                       # [BN,BM]
+            dvalue += tl.dot(p.to(grad.dtype), grad, input_precision="ieee")
+            ds = p * (tl.dot(value, tl.trans(grad), input_precision="ieee") - inner[None, :])
+            dkey += tl.dot(ds.to(query.dtype), query, input_precision="ieee")
+    tl.store(dk + at, dkey * scale, there)
+    tl.store(dv + at, dvalue, there)
+
+
+def _tiles(D, dtype):
+    """(queries, keys, warps) in forward, dq and dkv: as big as Hopper's registers and 99 KB of shared memory allow."""
+    if dtype == torch.float32:  # exact fp32 does without tensor cores, and holds its operands in registers
+        return ((32, 32, 8) if D <= 128 else (16, 16, 4),) * 3
+    return ((128, 64, 8), (64, 64, 4), (32, 128, 8)) if D <= 128 else ((64, 32, 8), (32, 32, 4), (32, 32, 8))
+
+
+class _SparseAttention(torch.autograd.Function):
+    """Saves q, k, v, out, one number a query (lse) and the page mask for the backward pass, no score matrix.
+
+    The mask is P/8 bytes a token and KV head. With pages of 16 and D 128 in bf16 that is an eighth of K at 4K tokens,
+    a quarter at 8K, as much as K itself at 32K: quadratic, and past that the larger part.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, budgets, S, first, last):
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        (B, H, C, D), (_, G, T, _) = q.shape, k.shape
+        mask = _page_mask(q, k, budgets.expand(B, C).contiguous(), S, first, last)       # [B,G,C,W]
+        out, lse = torch.empty_like(q), torch.empty(B, H, C, device=q.device)
+        ctx.sizes = C, T, mask.shape[-1], D**-0.5, H // G, S, D, max(16, triton.next_power_of_2(D))
+        ctx.save_for_backward(q, k, v, mask, out, lse)
+        (BM, BN, warps), _, _ = _tiles(D, q.dtype)
+        _sparse_forward_kernel[B * H, triton.cdiv(C, BM)](q, k, v, mask, out, lse, *ctx.sizes, BM, BN, num_warps=warps,
+                                                          num_stages=2)
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        q, k, v, mask, out, lse = ctx.saved_tensors
+        (B, H, C, D), (_, G, T, _), dout = q.shape, k.shape, dout.contiguous()
+        dq, dk, dv, delta = (torch.empty_like(x) for x in (q, k, v, lse))
+        _, (BM, BN, warps), (BM2, BN2, warps2) = _tiles(D, q.dtype)
+        _sparse_dq_kernel[B * H, triton.cdiv(C, BM)](q, k, v, mask, out, lse, dout, delta, dq, *ctx.sizes, BM, BN,
+                                                     num_warps=warps, num_stages=2)
+        _sparse_dkv_kernel[B * G, triton.cdiv(T, BN2)](q, k, v, mask, lse, dout, delta, dk, dv, *ctx.sizes, BM2, BN2,
+                                                       num_warps=warps2, num_stages=2)
+        return dq, dk, dv, None, None, None, None
+
+
+def sparse_attention_triton(q, k, v, budgets, page_size=16, first=1, last=2):
+    assert page_size >= 4 and page_size & (page_size - 1) == 0, f"a power of two from 4 up, not pages of {page_size}"
+    return _SparseAttention.apply(q, k, v, budgets, page_size, first, last)
 
 
 # ---- the names the project calls --------------------------------------------------------------------------------
@@ -610,16 +957,18 @@ def paged_attention(q, k_pages, v_pages, page_table, lengths, pages=None, counts
 
 
 def sparse_attention(q, k, v, budgets, page_size=16, first=1, last=2):
-    """What decoding computes, for all T tokens of a sequence at once (teacher-forced); differentiable in q, k, v.
+    """What decoding computes, for many tokens of a sequence at once (teacher-forced); differentiable in q, k, v.
 
-    q: [B,H,T,D]; k, v: [B,G,T,D]; budgets: [B,T] or [T] int32, in pages, reserved ones included: token t selects with
-    budgets[t] exactly as `select_pages` would. A budget that covers all pages (`DENSE`) makes that position dense,
-    which is how a prompt is expressed. -> [B,H,T,D]. Memory is linear in T.
+    q: [B,H,C,D], the last C of the T tokens (C = T: all of them); k, v: [B,G,T,D]; budgets: [B,C] or [C] int32, in
+    pages, reserved ones included: each token selects with its own exactly as `select_pages` would. A budget that
+    covers all pages (`DENSE`) makes that position dense, which is how a prompt is expressed. -> [B,H,C,D]. No score
+    matrix is kept: the reference's memory is linear in T, the kernels' too but for a bit a (query, KV head, page).
     """
-    (B, H, T, D), G = q.shape, k.shape[1]
-    assert H % G == 0 and k.shape == v.shape == (B, G, T, D)
-    assert budgets.dtype == torch.int32 and budgets.shape[-1] == T
-    return sparse_attention_ref(q, k, v, budgets, page_size, first, last)
+    (B, H, C, D), (_, G, T, _) = q.shape, k.shape
+    assert H % G == 0 and k.shape == v.shape == (B, G, T, D) and C <= T
+    assert budgets.dtype == torch.int32 and budgets.shape[-1] == C
+    attend = sparse_attention_triton if q.is_cuda else sparse_attention_ref
+    return attend(q, k, v, budgets, page_size, first, last)
 
 
 # ---- python sparse_attn.py --------------------------------------------------------------------------------------

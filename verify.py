@@ -1,36 +1,57 @@
 """The V in RLVR: problems, and what an answer to one is worth.
 
     Problem         a prompt, the right answer, and the kind of checker it wants
-    load_problems   "chain", "countdown" (made up as needed, by seed) or a JSONL file
-    grade           a response and a Problem -> reward in [0, 1]
+    load_problems   "chain", "countdown" (made up as needed, by seed), a JSONL file, or a data set of the Hub
+    grade           a response and a Problem -> reward in [0, 1];  grade_all: many at once, in parallel
+    pass_at_k       what k tries are worth
 
 Kinds:
     chain       the task of the built-in model. A sheet of letters with values and of sums to work out, modulo 5, in
                 lines that refer back to each other; every step looks a value up far behind, so an actor that reads too
                 little of its cache makes mistakes, and more of them the further it gets.
     countdown   reach a target from given numbers, each used at most once. The expression is parsed, never evaluated.
-    math        a final answer in \\boxed{}, after #### or after "Answer:", compared by math-verify in a worker process
-                that can be killed: a tower of powers costs its own sample, not the run.
+    math        a final answer in \\boxed{}, after #### or after "Answer:", compared exactly (`grade_math`).
+    code        the last fenced block, run against tests in a sandbox (`run_tests`).
 
-No torch here: a grader must start fast and stay small.
+A wrong grader trains a wrong model, so whatever is hostile or merely slow runs in a process that can be killed: math in
+a pool of workers, for a tower of powers must cost its own sample, not the run; code in a jail of its own, which never
+holds what would make it pass. No torch here: a grader must start fast and stay small.
+
+    python verify.py --model DIR-or-NAME --data test.jsonl --n 16 --k 1 4 16      mean@16 and pass@k of a checkpoint
+    python verify.py --grade responses.jsonl                                      grade what something else has written
 """
 import ast
 import atexit
+import builtins
+import ctypes
+import functools
+import glob
+import itertools
 import json
+import os
 import random
 import re
+import resource
 import select
+import shutil
+import signal
 import string
 import subprocess
 import sys
-import threading
+import tempfile
+import time
+import types
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
 from pathlib import Path
 
 # ---- problems ---------------------------------------------------------------------------------------------------
+
+BOXED = "Think step by step, then give the final answer in \\boxed{}."
+FENCED = "Write it in Python and give the whole program in one ```python block."
 
 
 @dataclass(frozen=True)
@@ -40,6 +61,7 @@ class Problem:
     kind: str = "math"
     numbers: tuple = ()   # countdown: what may be used
     trace: str = ""       # a worked response, where the task can make one: the warm start trains on it
+    tests: tuple = ()     # code: {"stdin", "stdout"}, {"fn", "args", "out"} or {"assert"} each
 
 
 def chain(rng, leaves=20, lines=24, answers=4, far=False, give_up=0.0):
@@ -50,8 +72,8 @@ def chain(rng, leaves=20, lines=24, answers=4, far=False, give_up=0.0):
     and guess the rest: a habit for reinforcement learning to break.
     """
     if not (1 <= answers <= lines and leaves >= 2 and leaves + lines <= 52):
-        raise ValueError(f"chain:{leaves},{lines},{answers}: need 1 <= answers <= lines, at least 2 leaves, and leaves + "
-                         "lines <= 52 letters")
+        raise ValueError(f"chain:{leaves},{lines},{answers}: need 1 <= answers <= lines, at least 2 leaves, and leaves "
+                         "+ lines <= 52 letters")
     names = rng.sample(string.ascii_letters, leaves + lines)
     value = {name: rng.randrange(5) for name in names[:leaves]}
     of_chain = [i % answers for i in range(lines)]
@@ -90,8 +112,9 @@ def countdown(rng, count=3, largest=20):
         if 1 <= total <= 100:
             break
     given = ", ".join(map(str, rng.sample(numbers, count)))
-    return Problem(f"Using the numbers {given}, each at most once, and the operations +, -, * and /, write an expression "
-                   f"that equals {total}. Think step by step, then give the expression alone in \\boxed{{}}.",
+    return Problem(f"Using the numbers {given}, each at most once, and the operations +, -, * and /, write an "
+                   f"expression that equals {total}. Think step by step, then give the expression alone in "
+                   "\\boxed{}.",
                    str(total), "countdown", numbers, trace="\n".join(steps) + f"\n\\boxed{{{text}}}")
 
 
@@ -110,63 +133,170 @@ def parse_task(spec):
 
 
 def load_problems(spec, seed=0, count=4096):
-    """Problems of a spec -> list of Problem.
+    """Problems of a spec -> list of Problem. What cannot be read raises ValueError, naming the place.
 
-    spec: a procedural task, "chain", "countdown" or with sizes ("chain:leaves,lines,answers", "countdown:count,largest"),
-    of which `count` are made, the same ones for the same seed; or a JSONL file with one object a line: "prompt"
-    ("question", "problem"), "answer" ("solution"), and optionally "kind" and "numbers". A worked solution ending in
-    "#### 42" (GSM8K) counts as the answer 42. Raises ValueError naming file and line.
+    spec is one of
+      - a procedural task, "chain", "countdown" or with sizes ("chain:leaves,lines,answers", "countdown:count,largest"),
+        of which `count` are made, the same ones for the same seed;
+      - a JSONL file, one object a line: "prompt" ("question", "problem"), as text or chat messages; "answer"
+        ("solution"), where a worked solution counts as its last \\boxed{} or its "#### 42"; "kind"; "numbers"; "tests"
+        (a list of the objects of `run_tests` or of assert statements, or one text of them), with "entry_point" the
+        function that HumanEval's `check` is called with. A row with tests is code. How to answer is added to math and
+        code prompts that do not say it;
+      - hub:NAME[,CONFIG][:SPLIT], the same rows through the `datasets` package (split "train" if not given).
     """
     if task := parse_task(spec):
         make, sizes = task
         return [make(random.Random(f"{spec} {seed} {i}"), *sizes) for i in range(count)]
-    path = Path(spec)
-    if not path.is_file():
-        raise FileNotFoundError(f"'{spec}' is neither a task ({', '.join(TASKS)}) nor a problem file")
-    problems = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if line.strip():
-            try:
-                problems.append(_read_problem(json.loads(line)))
-            except (ValueError, TypeError, KeyError) as error:
-                raise ValueError(f"{path}, line {number}: {error}") from None
+    problems = [_read_problem(row, where) for where, row in _rows(spec)]
     if not problems:
-        raise ValueError(f"{path} holds no problems")
+        raise ValueError(f"{spec} holds no problems")
     return problems
 
 
-def _read_problem(row):
-    if not isinstance(row, dict):
-        raise ValueError("not a JSON object")
-    def first(*names):
-        for name in names:
-            if row.get(name) not in (None, ""):
-                return row[name]
-        raise ValueError(f"no \"{names[0]}\" (or {', '.join(names[1:])})")
-    prompt, answer = first("prompt", "question", "problem"), str(first("answer", "solution"))
-    kind = row.get("kind", "math")
-    if not isinstance(prompt, str):
-        raise ValueError("the prompt is not a string")
-    if kind not in ("math", "countdown", "chain"):
-        raise ValueError(f"kind '{kind}' is not one of math, countdown, chain")
-    if kind == "math" and "####" in answer:
-        answer = answer.rsplit("####", 1)[1].strip()
-    numbers = tuple(int(n) for n in row.get("numbers", ()))
-    if kind == "countdown" and not (numbers and re.fullmatch(r"-?\d{1,9}", answer)):
-        raise ValueError("a countdown needs a whole number as its answer, and \"numbers\"")
-    return Problem(prompt, answer, kind, numbers, str(row.get("trace", "")))
+def _rows(spec):
+    """(place, object) of every row of a JSONL file or a data set."""
+    if spec.startswith("hub:"):
+        yield from _hub_rows(spec)
+        return
+    path = Path(spec)
+    if not path.is_file():
+        raise ValueError(f"'{spec}' is neither a task ({', '.join(TASKS)}), nor a problem file, nor hub:NAME")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read as UTF-8 text ({error})") from None
+    for number, line in enumerate(text.split("\n"), 1):  # splitlines would also split inside a JSON string
+        if line.strip():
+            where = f"{path}, line {number}"
+            try:
+                yield where, json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{where}: {error}") from None
+
+
+def _hub_rows(spec):
+    name, _, split = spec.removeprefix("hub:").partition(":")
+    name, _, config = name.partition(",")
+    if not name:
+        raise ValueError(f"{spec}: give hub:NAME[,CONFIG][:SPLIT], as in hub:openai/gsm8k,main:test")
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise ValueError(f"{spec}: this needs the datasets package: pip install datasets") from None
+    try:
+        rows = load_dataset(name, config or None, split=split or "train")
+    except Exception as error:  # its own exceptions have no common base
+        raise ValueError(f"{spec}: cannot be loaded ({type(error).__name__}: {error})") from None
+    yield from ((f"{spec}, row {i}", row) for i, row in enumerate(rows))
+
+
+def _read_problem(row, where):
+    try:
+        if not isinstance(row, dict):
+            raise ValueError("not a JSON object")
+        kind = row.get("kind") or ("code" if row.get("tests") else "math")
+        if kind not in ("math", "code", *TASKS):
+            raise ValueError(f"kind '{kind}' is not one of math, code, {', '.join(TASKS)}")
+        prompt = _read_prompt(_first(row, "prompt", "question", "problem"))
+        answer = "" if kind == "code" else str(_first(row, "answer", "solution"))
+        tests = _read_tests(row.get("tests"), row.get("entry_point")) if kind == "code" else ()
+        if kind == "math":
+            answer = _read_gold(answer)
+            prompt += "" if "\\boxed" in prompt or "####" in prompt else "\n" + BOXED
+        if kind == "code" and "```" not in prompt:
+            prompt += "\n" + FENCED
+        numbers = row.get("numbers") or ()
+        if not isinstance(numbers, (list, tuple)) or any(type(n) is not int for n in numbers):
+            raise ValueError("\"numbers\" is not a list of whole numbers")
+        if kind == "countdown" and not (numbers and re.fullmatch(r"-?\d{1,9}", answer)):
+            raise ValueError("a countdown needs a whole number as its answer, and \"numbers\"")
+        return Problem(prompt, answer, kind, tuple(numbers), str(row.get("trace", "")), tests)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _first(row, *names):
+    for name in names:
+        if row.get(name) not in (None, "", []):
+            return row[name]
+    raise ValueError(f"no \"{names[0]}\" (or {', '.join(names[1:])})")
+
+
+def _read_prompt(prompt):
+    """Text, or chat messages: one user turn (after a system one, if any) is its text, more are written out by role."""
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt, (list, tuple)) or not all(
+            isinstance(m, dict) and all(isinstance(m.get(key), str) for key in ("role", "content")) for m in prompt):
+        raise ValueError("the prompt is neither text nor a list of messages {\"role\", \"content\"}")
+    if sum(m["role"] != "system" for m in prompt) == 1:
+        return "\n\n".join(m["content"] for m in prompt)
+    return "\n\n".join(f"{m['role']}: {m['content']}" for m in prompt)
+
+
+def _read_gold(answer):
+    """The final answer in a worked solution; an answer alone is itself."""
+    if "\\boxed" not in answer and "####" not in answer and "\n" not in answer.strip() and len(answer) <= 300:
+        return answer.strip()
+    if not (gold := extract_answer(answer)):
+        raise ValueError("no final answer (\\boxed{}, \"#### 42\" or \"Answer: 42\") in the solution")
+    return gold
+
+
+def _read_tests(tests, entry_point):
+    if not tests or not isinstance(tests, (str, dict, list, tuple)):
+        raise ValueError("code needs \"tests\", a list")
+    checked = []
+    for i, test in enumerate([tests] if isinstance(tests, (str, dict)) else tests, 1):
+        if isinstance(test, str):
+            test = {"assert": test + (f"\ncheck({entry_point})" if entry_point else "")}
+        keys = {k for k, v in test.items() if v is not None} if isinstance(test, dict) else set()
+        typed = all(isinstance(test[k], (list, tuple) if k == "args" else str) for k in keys - {"out"})
+        if not typed or keys not in ({"stdin", "stdout"}, {"fn", "args", "out"}, {"fn", "args"}, {"assert"}):
+            raise ValueError(f"test {i} is not one of {{\"stdin\", \"stdout\"}}, {{\"fn\", \"args\": [...], \"out\"}}, "
+                             "{\"assert\": \"assert ...\"}")
+        if "assert" in keys:
+            try:
+                tree = ast.parse(test["assert"])
+            except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+                raise ValueError(f"test {i} is not Python: {error}") from None
+            if not any(isinstance(node, (ast.Assert, ast.Raise)) for node in ast.walk(tree)):
+                raise ValueError(f"test {i} asserts nothing, so it would always pass")
+        checked.append({k: test.get(k) for k in (keys | {"out"} if "fn" in keys else keys)})
+    return tuple(checked)
 
 
 # ---- grading ----------------------------------------------------------------------------------------------------
 
 
-def grade(response, problem):
-    """What a response is worth, in [0, 1]."""
+def grade(response, problem, timeout=10.0, partial=False):
+    """What a response is worth, in [0, 1]. timeout, partial: for code, see `run_tests`."""
     if problem.kind == "chain":
         return grade_chain(response, problem.answer)
     if problem.kind == "countdown":
         return grade_countdown(response, problem.answer, problem.numbers)
+    if problem.kind == "code":
+        code = extract_code(response)
+        return 0.0 if code is None else run_tests(code, problem.tests, timeout, partial)
     return grade_math(response, problem.answer)
+
+
+def grade_all(responses, problems, timeout=10.0, partial=False, workers=None, progress=False):
+    """`grade` of every pair, in their order whatever the timing; `workers` at once (default: the CPUs, 16 at most).
+
+    The threads here only wait; what computes is the math workers and the jails.
+    """
+    from concurrent.futures import ThreadPoolExecutor
+    responses, problems = list(responses), list(problems)
+    if len(responses) != len(problems):
+        raise ValueError(f"{len(responses)} responses to {len(problems)} problems")
+    with ThreadPoolExecutor(workers or min(os.cpu_count() or 1, 16)) as pool:
+        rewards = pool.map(lambda pair: grade(*pair, timeout, partial), zip(responses, problems))
+        if progress:
+            from tqdm import tqdm
+            rewards = tqdm(rewards, total=len(problems), desc="grading", leave=False)
+        return list(rewards)
 
 
 def grade_chain(response, answer):
@@ -179,7 +309,8 @@ def grade_chain(response, answer):
 
 
 def grade_countdown(response, target, numbers):
-    """1 if the last box (or what follows "Answer:") is an expression over `numbers`, each at most once, equal to target."""
+    """1 if the last box (or what follows "Answer:") is an expression over `numbers`, each used at most once, equal to
+    target."""
     text = extract_answer(response)
     if text is None or len(text) > 200:
         return 0.0
@@ -236,28 +367,67 @@ def _bare(text):
     return text.strip("*_` \t.").strip()
 
 
+def extract_code(response):
+    """The last closed ```python block, else the last closed block of any kind; None if there is none.
+
+    An unclosed block was cut off, and is none. A response without any fence is code itself if it parses as Python.
+    """
+    response = response.replace("\r\n", "\n")
+    blocks = re.findall(r"^[ \t]*```([^\n`]*)\n(.*?)^[ \t]*```[ \t]*$", response, re.MULTILINE | re.DOTALL)
+    python = [code for name, code in blocks if name.strip().lower() in ("python", "python3", "py")]
+    if python or blocks:
+        from textwrap import dedent
+        return dedent(python[-1] if python else blocks[-1][1])
+    try:
+        return response if "```" not in response and ast.parse(response).body else None
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+# ---- math -------------------------------------------------------------------------------------------------------
+
+
 def grade_math(response, answer):
-    """1.0 if the final answer of `response` equals `answer` exactly, by math-verify; else 0.0. No tolerance."""
+    """1.0 if the final answer of `response` equals `answer`, else 0.0. Exact: no rounding, no tolerance.
+
+    Tuples and intervals are compared item by item, with their brackets; sets, lists ("1, 2", "1 or 2", the two values
+    of \\pm) and unions without regard to order; matrices entry by entry; single values are read by math-verify, with every
+    decimal made a fraction first, and compared by sympy, for math-verify's own comparison rounds (it calls 1/2004! and
+    1/2006! equal). "x = 5" is 5. And:
+
+      units    a unit (in \\text{}, a common one in plain words, degrees, \\$, the base of a numeral) may be missing on
+               one side; two different ones are unequal: 5 cm is 5 and 5\\text{ cm}, but not 5 m. Nothing is converted.
+      percent  the sign may be missing on one side, as a unit, or be worked out: 50% is 50 and 1/2. 50% is not 0.5%.
+      words    answers of words must be the same words: case, \\text{} and (A) for A aside.
+      lists    of guesses never equal one value, whatever they contain.
+    """
     given = extract_answer(response)
     if given is None or len(given) > 1000:
         return 0.0
     given, gold = (_plain(x) for x in (given, extract_answer(answer) or answer))
     if given == gold:
         return 1.0
-    if "$" in given or re.search(r"\d\s+\d", given):  # several answers at once
+    if not given or "$" in given or re.search(r"\d\s+\d", given):  # several answers at once
         return 0.0
-    plain = r"[-+]?\d{1,1000}(\.\d{1,1000}|/0*[1-9]\d{0,999})?"  # exact, and no need to ask the worker
-    if re.fullmatch(plain, given) and re.fullmatch(plain, gold):
+    if re.fullmatch(NUMBER, given) and re.fullmatch(NUMBER, gold):  # no need to ask a worker
         return float(Fraction(given) == Fraction(gold))
-    return float(_worker.equal(gold, given))
+    return float(_math.ask(json.dumps([gold, given]), MATH_SECONDS) == "1")
+
+
+NUMBER = r"[-+]?(\d{1,1000}(\.\d{0,1000})?|\.\d{1,1000})(/0*[1-9]\d{0,999})?"
+NUMBER = rf"{NUMBER}|[-+]?\d{{1,100}}(\.\d{{1,100}})?[eE][-+]?\d{{1,3}}"
 
 
 def _plain(text):
-    """Without dollars and thousands separators; 2 2/3 and 2\\frac{2}{3} become 8/3, not 4/3 and not 2."""
-    text = text.replace("\\!", "").strip("$ \n")
+    """One way of writing: no dollars, spacing commands or thousands separators; 2 2/3 and 2\\frac{2}{3} become 8/3."""
+    text = re.sub(r"\\(?:left|right)(?![a-zA-Z])|(?<!\\)\\[!,$]", "", text)
+    for old, new in ((r"\\[dt]frac", r"\\frac"), (r"\{,\}", ","), ("\u2212", "-"), ("\u00b1", r"\\pm "),
+                     (r"~|(?<!\\)\\[; ]", " "), (r"\\langle", "("), (r"\\rangle", ")")):
+        text = re.sub(old, new, text)
+    text = text.strip("$ \n").removesuffix(".")
     if re.fullmatch(r"[-+]?\d{1,3}(,\d{3})+(\.\d+)?", text):
         text = text.replace(",", "")
-    match = re.fullmatch(r"(-?)(\d{1,9})\s*(?:\s(\d{1,9})/(\d{1,9})|\\[dt]?frac\{(\d{1,9})\}\{(\d{1,9})\})", text)
+    match = re.fullmatch(r"(-?)(\d{1,9})\s*(?:\s(\d{1,9})/(\d{1,9})|\\frac\{(\d{1,9})\}\{(\d{1,9})\})", text)
     if not match:
         return text
     sign, whole = match[1], int(match[2])
@@ -265,77 +435,612 @@ def _plain(text):
     return f"{sign}{whole * bottom + top}/{bottom}"
 
 
-class _MathWorker:
-    """A process that runs math-verify, one question at a time; killed and replaced when it does not answer.
+def equal(gold, given):
+    """Are two answers the same? For a worker: what is written here can take for ever."""
+    gold, given = (_plain(re.sub(r"\\(?:text|mathrm)\{\s*(or|and)\s*\}|\s(or|and)\s", ",", x)) for x in (gold, given))
+    (gold, unit), (given, unit2) = _split_unit(gold), _split_unit(given)
+    if unit and unit2 and unit != unit2:
+        return False
+    if gold == given:
+        return True
+    percents = [bool(re.fullmatch(r".*\d\s*\\?%", x)) for x in (gold, given)]
+    if any(percents):
+        gold, given = (x.rstrip("%").rstrip("\\ ") for x in (gold, given))
+        if percents[0] != percents[1]:
+            sign, bare = (gold, given) if percents[0] else (given, gold)
+            return equal(sign, bare) or equal(f"\\frac{{{sign}}}{{100}}", bare)
+    (shape, items), (shape2, items2) = _parts(gold), _parts(given)
+    if shape != shape2 or len(items) != len(items2):
+        return False
+    if shape == "value":
+        return _equal_values(gold, given)
+    if shape != "any order":
+        return all(map(equal, items, items2))
+    for item in items:
+        if not (found := next((x for x in items2 if equal(item, x)), None)):
+            return False
+        items2.remove(found)
+    return True
+
+
+UNITS = ("mm|cm|dm|km|in|ft|feet|foot|inch(?:es)?|yards?|miles?|met(?:er|re)s?|kg|grams?|lbs?|pounds?|ounces?|oz|ml|"
+         "lit(?:er|re)s?|seconds?|sec|minutes?|mins?|hours?|hrs?|days?|weeks?|months?|years?|dollars?|cents?|euros?|"
+         "degrees?|radians?|units?|mph|percent|people|points?")
+UNIT = re.compile(r"(.*[\d)}\]])\s*"
+                  r"(?:\\(?:text|mathrm|textrm|mbox)\{\s*([A-Za-z /.^-]*)\}"
+                  rf"|((?:square |cubic |sq )?\b(?:{UNITS})(?:(?:/| per )(?:{UNITS}|s|h|m))?)"
+                  r"|\^\{?(\\circ)\}?|(\u00b0)|_\{?(\d+)\}?)(\^\{?-?\d\}?)?")
+
+
+def _split_unit(text):
+    """"5 \\text{ cm}^2" -> ("5", "cm2"); no unit: (text, "")."""
+    match = UNIT.fullmatch(text.replace("\\circ C", "\\circ").replace("\\circ F", "\\circ"))
+    if not match or re.search(r"\b(or|and)\b", match[2] or ""):  # 5 or 6 is not 5 of a unit
+        return text, ""
+    unit = "".join(x for x in match.groups()[1:] if x).lower().translate({ord(c): None for c in " {}^."})
+    unit = {"\\circ": "degree", "\u00b0": "degree", "inches": "inch"}.get(unit, unit)
+    if unit == "percent":
+        return match[1] + "%", ""
+    return match[1].strip(), unit.removesuffix("s") if len(unit) > 2 else unit
+
+
+def _parts(text):
+    """How an answer is built: (shape, items). A shape is "value" (one item), "any order" or ordering brackets."""
+    text = re.sub(r"^[a-zA-Z]\s*\\in(?![a-z])", "", text).strip()
+    if match := re.fullmatch(r"\\begin\{([pb]?matrix|array)\}(?:\{[^}]*\})?(.*)\\end\{\1\}", text, re.DOTALL):
+        rows = [row.split("&") for row in re.split(r"\\\\", match[2].strip().removesuffix("\\\\"))]
+        return f"matrix {[len(row) for row in rows]}", [x.strip() for row in rows for x in row]
+    if text.count("\\pm") == 1 and "," not in text:
+        return "any order", [text.replace("\\pm", "+"), text.replace("\\pm", "-")]
+    for separator in ("\\cup", ","):
+        if len(items := _split(text, separator)) > 1:
+            return "any order", items
+    bare = text.replace("\\{", "{").replace("\\}", "}")
+    if bare and bare[0] + bare[-1] in ("()", "[]", "(]", "[)", "{}") and len(items := _split(bare[1:-1], ",")) > 1:
+        return ("any order" if bare[0] == "{" else bare[0] + bare[-1]), items
+    if text.startswith("\\{") and text.endswith("\\}"):  # a set of one
+        return "value", [text[2:-2]]
+    return "value", [text]
+
+
+def _split(text, separator):
+    """At the separators outside all brackets; [text] also when a bracket closes that was never open."""
+    items, depth, start, i = [], 0, 0, 0
+    while i < len(text):
+        depth += (text[i] in "([{") - (text[i] in ")]}")
+        if depth < 0:
+            return [text]
+        if depth == 0 and text.startswith(separator, i):
+            items.append(text[start:i].strip())
+            i = start = i + len(separator)
+        else:
+            i += 1
+    return items + [text[start:].strip()]
+
+
+def _equal_values(gold, given):
+    gold, given = (_parts(x)[1][0] for x in (gold, given))
+    gold, given = (re.sub(r"\\(?:text|mathrm|textbf|mbox)\{([^{}]*)\}", r"\1", x).strip() for x in (gold, given))
+    gold, given = (re.sub(r"^\(([A-Za-z])\)$", r"\1", x) for x in (gold, given))
+    if gold.lower() == given.lower() and (gold == given or _words(gold)):
+        return True
+    if _words(gold) != _words(given):  # math-verify reads a word as a product of letters
+        return False
+    if len(sides := {"=" in re.sub(r"[<>!]=", "", x) for x in (gold, given)}) == 2 and True in sides:
+        gold, given = (x.rpartition("=")[2].strip() for x in (gold, given))  # x = 5 is 5
+    a, b = _parse(gold), _parse(given)
+    return a is not None and b is not None and _same(a, b)
+
+
+def _words(text):
+    functions = {"sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "sqrt", "max", "min", "gcd", "lcm"}
+    return set(re.findall(r"(?<![\\A-Za-z])[A-Za-z]{3,}", text.lower())) - functions
+
+
+def _parse(text):
+    """math-verify's reading of a value, decimals as fractions; None if it has none."""
+    from math_verify import parse
+
+    def repeating(match):  # 0.1\overline{6}
+        whole, head, cycle = match[1] or "0", match[2], match[3]
+        value = Fraction(int(whole + head + cycle) - int(whole + head), 10**len(head) * (10**len(cycle) - 1))
+        return f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
+    text = re.sub(r"(?<=\d)[eE]([-+]?\d{1,3})\b", r"\\times10^{\1}", text)
+    text = re.sub(r"(\d*)\.(\d*)\\overline\{(\d+)\}", repeating, text)
+    text = re.sub(r"(?<![\d.])(\d*)\.(\d+)", lambda m: f"\\frac{{{int(m[1] + m[2])}}}{{{10**len(m[2])}}}", text)
+    found = parse(f"${text}$", parsing_timeout=None)
+    return found[0] if found and not isinstance(found[0], str) else None
+
+
+def _same(a, b):
+    """Two of sympy's objects: values by their difference, relations by the ratio of theirs."""
+    from sympy import And, Expr, Rel, nan, zoo
+    if isinstance(a, Expr) and isinstance(b, Expr):
+        return a not in (nan, zoo) and bool(a == b or (a - b).doit().equals(0))
+    if isinstance(a, Rel) and isinstance(b, Rel):
+        b = b if a.rel_op == b.rel_op else b.reversed
+        ratio = ((a.lhs - a.rhs) / (b.lhs - b.rhs)).simplify()
+        return a.rel_op == b.rel_op and bool(ratio.is_positive or ratio.is_negative and a.rel_op in ("==", "!="))
+    if isinstance(a, And) and isinstance(b, And):  # 1 < x < 3
+        return len(a.args) == len(b.args) and all(any(_same(x, y) for y in b.args) for x in a.args)
+    return a == b
+
+
+# ---- processes that can be killed -------------------------------------------------------------------------------
+
+LINE = 1 << 25     # bytes of one answer, at most
+MATH_SECONDS = 5.0
+
+
+class _Process:
+    """A child that answers a line with a line, in time or not at all."""
+    def __init__(self, command, folder=None, env=None):
+        self.child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                                      bufsize=0, cwd=folder, env=env, start_new_session=True)
+        os.set_blocking(self.child.stdin.fileno(), False)
+
+    def ask(self, line, seconds):
+        """Send a line, wait for one -> str; None if it is late or too long, or the child has ended."""
+        out, got, end = memoryview(line.encode() + b"\n"), bytearray(), time.monotonic() + seconds
+        poll = select.poll()
+        poll.register(self.child.stdin, select.POLLOUT)
+        poll.register(self.child.stdout, select.POLLIN)
+        while (left := end - time.monotonic()) > 0 and len(got) < LINE:
+            for fd, _ in poll.poll(left * 1000):
+                if fd == self.child.stdout.fileno():
+                    chunk = os.read(fd, 1 << 20)
+                    got += chunk
+                    if not chunk or b"\n" in chunk:
+                        return got.partition(b"\n")[0].decode(errors="replace") if chunk else None
+                else:
+                    try:
+                        out = out[os.write(fd, out[:1 << 16]):]
+                    except BrokenPipeError:
+                        return None
+                    if not out:
+                        poll.unregister(fd)
+        return None
+
+    def stop(self):
+        """End it and its group."""
+        try:
+            os.killpg(self.child.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.child.wait()
+        self.child.stdin.close()
+        self.child.stdout.close()
+
+
+class _MathPool:
+    """Math workers, started when needed and kept; each is asked by one thread at a time, and replaced when it hangs.
 
     sympy can be made to compute for years or to fill the memory by a short string, and its own time limit needs a main
     thread. A process of ours with a limit on memory, and a wait with a limit on time, needs neither.
     """
-    SECONDS = 5.0
-
     def __init__(self):
-        self.process, self.lock = None, threading.Lock()
+        self.idle = []  # append and pop are atomic
 
-    def equal(self, gold, given):
-        with self.lock:
-            for attempt in range(2):  # a worker found dead is replaced once; one that dies of its question has answered
-                if self.process is None or self.process.poll() is not None:
-                    self._start()
-                try:
-                    self.process.stdin.write(json.dumps([gold, given]).encode() + b"\n")
-                    answered, _, _ = select.select([self.process.stdout], [], [], self.SECONDS)
-                    if answered and (line := self.process.stdout.readline()):
-                        return line == b"1\n"
-                    break
-                except BrokenPipeError:
-                    self.stop()
-            self.stop()
-            return False
+    def ask(self, line, seconds):
+        for _ in range(2):  # one found dead is replaced once; a question that kills two workers has its answer
+            worker = self.idle.pop() if self.idle else self._start()
+            if (answer := worker.ask(line, seconds)) is not None:
+                self.idle.append(worker)
+                return answer
+            dead = worker.child.poll() is not None
+            worker.stop()
+            if not dead:
+                break
+        return None
 
     def _start(self):
-        self.process = subprocess.Popen([sys.executable, __file__, "--math-worker"], stdin=subprocess.PIPE, bufsize=0,
-                                        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
-        ready, _, _ = select.select([self.process.stdout], [], [], 60)  # importing sympy is not the answer's time
-        if not ready or self.process.stdout.readline() != b"ready\n":
-            self.stop()
-            raise RuntimeError("the math worker did not start: is math-verify installed? (pip install -r requirements.txt)")
+        worker = _Process([sys.executable, __file__, "--math-worker"])
+        if worker.ask("", 60) != "ready":  # importing sympy is not the answer's time
+            worker.stop()
+            raise RuntimeError("the math worker did not start: is math-verify installed? (pip install math-verify)")
+        return worker
 
     def stop(self):
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            self.process.stdin.close()
-            self.process.stdout.close()
-            self.process = None
+        while self.idle:
+            self.idle.pop().stop()
 
 
-_worker = _MathWorker()
-atexit.register(_worker.stop)
+_math = _MathPool()
+atexit.register(_math.stop)
 
 
 def _serve_math():
     """The worker's side: lines of [gold, given] in, "1" or "0" out."""
-    import resource
     import warnings
-    resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+    resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
     warnings.simplefilter("ignore")
-    from math_verify import parse, verify
+    import math_verify, sympy  # noqa: loaded before the first question's time runs
+    sys.stdin.readline()
     print("ready", flush=True)
     for line in sys.stdin:
         # An orphan whose parent was killed must not compute on: CPU seconds are rationed question by question.
         used = resource.getrusage(resource.RUSAGE_SELF)
-        ration = int(used.ru_utime + used.ru_stime + 2 * _MathWorker.SECONDS + 1)
+        ration = int(used.ru_utime + used.ru_stime + 2 * MATH_SECONDS + 1)
         resource.setrlimit(resource.RLIMIT_CPU, (ration, resource.RLIM_INFINITY))
-        gold, given = json.loads(line)
         try:
-            a, b = (parse(f"${x}$", parsing_timeout=None) for x in (gold, given))
-            if a and b and all(getattr(x[0], "is_number", False) for x in (a, b)):
-                same = bool((a[0] - b[0]).equals(0))  # math-verify rounds, and calls 1/2004! and 1/2006! equal
-            else:
-                same = bool(a and b) and verify(a, b, float_rounding=60, numeric_precision=80, timeout_seconds=None)
+            same = equal(*json.loads(line))
         except Exception:  # whatever sympy makes of nonsense, the answer is not the right one
             same = False
         print(int(same), flush=True)
+
+
+# ---- code: our side, which knows what is right --------------------------------------------------------------------
+
+MEMORY, OUTPUT, PROCESSES = 1 << 30, 1 << 20, 32  # bytes a process, bytes of output or of one file, processes of a jail
+
+
+def run_tests(code, tests, timeout=10.0, partial=False):
+    """Run a program against tests, in a sandbox -> 1.0 if it passes all of them, else 0.0; partial: the share passed.
+
+    Each test is {"stdin", "stdout"}: the program's output must be that, blanks at the ends of lines aside;
+    {"fn", "args", "out"}: a function, or a method of `Solution`, must return that (tuples count as lists); or
+    {"assert"}: test code that must run through. timeout: seconds for all tests together, starting the sandbox aside.
+
+    The process that runs the program never holds what makes a pass. It is given input or arguments, and says what came
+    out; *we* compare. Test code runs in a jail of its own: functions that it uses but does not define are called in the
+    program's process, arguments and results going over as plain data. So exit codes, hooks, patched builtins, __eq__
+    and looks into memory or stack frames meet nothing. Verdicts bear a token drawn for the run, on the test jail's pipe.
+
+    Held off, where the kernel allows namespaces: the network, other processes, every file but Python's and the
+    system's own (read-only), more than 64 MB of temporary space. Where it does not, bubblewrap and firejail are tried.
+    Everywhere: limits on time, memory, file size, output and processes; no stdin, a clean environment, no privileges
+    (root becomes a user of its own); and the whole group is killed at the end, and what left it.
+
+    Not held off: a fault in the kernel; load (memory is limited by the process, not by the jail). Without any fence
+    also: files that the user may read (the tests' own!), the network, attacks on other processes of the user, and
+    descendants that leave the group and wipe their environment. Run there only what you would run yourself.
+    Not supported in test code: objects of the program's classes, functions as arguments, arguments changed in place.
+    """
+    programs, others, passed = [t for t in tests if "stdout" in t], [t for t in tests if "stdout" not in t], 0
+    if programs:
+        passed, timeout = _run_programs(code, programs, timeout, partial)
+    if others and timeout > 0 and (partial or passed == len(programs)):
+        passed += _run_asserts(code, others, timeout, partial)
+    return passed / max(len(tests), 1) if partial else float(0 < len(tests) == passed)
+
+
+def _run_programs(code, tests, timeout, partial):
+    """One run of the program per test -> (tests passed, seconds left)."""
+    passed = 0
+    with _jail(timeout) as jail:
+        end = time.monotonic() + timeout
+        for test in tests:
+            reply = jail.ask(json.dumps({"code": code, "stdin": test["stdin"]}), end - time.monotonic())
+            right = reply is not None and _lines(_output(reply)) == _lines(test["stdout"])
+            passed += right
+            if reply is None or not (right or partial):
+                break
+        return passed, end - time.monotonic()
+
+
+def _output(reply):
+    """What a program printed, by a reply that may be anything."""
+    try:
+        reply = json.loads(reply)
+        return reply["stdout"] if reply["ok"] else "\0"
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return "\0"
+
+
+def _lines(text):
+    return [line.rstrip() for line in str(text).rstrip().split("\n")]
+
+
+def _run_asserts(code, tests, timeout, partial):
+    """The program in one jail, the test code in another; we carry the messages -> tests passed."""
+    token, judged, passed = os.urandom(16).hex(), 0, 0
+    with _jail(timeout) as program, _jail(timeout) as tester:
+        end = time.monotonic() + timeout
+        if program.ask(json.dumps({"code": code}), timeout) is None:
+            return 0
+        line = json.dumps({"token": token, "tests": tests})
+        while judged < len(tests) and (line := tester.ask(line, end - time.monotonic())) is not None:
+            message = json.loads(line)
+            if message.get("token") == token:
+                judged, passed, line = judged + 1, passed + message["passed"], "{}"
+                if not (message["passed"] or partial):
+                    break
+            elif (line := program.ask(line, end - time.monotonic())) is None:
+                break
+    return passed
+
+
+@contextmanager
+def _jail(seconds, fence=None):
+    """A process locked in, that waits for a line."""
+    fence, jail, folder = fence or _fence(), None, tempfile.mkdtemp(prefix="verify-")
+    env = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1",
+           "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": os.path.dirname(os.path.abspath(__file__)), "JAIL": folder}
+    try:
+        jail = _Process([*_through(fence, folder), sys.executable, "-sBm", "verify", "--jail"], folder, env)
+        setup = dict(seconds=int(seconds) + 2, fence=fence, folder=folder, number=jail.child.pid)
+        if jail.ask(json.dumps(setup), 30) != "locked":
+            raise RuntimeError(f"the sandbox ({fence}) did not start")
+        yield jail
+    finally:
+        if jail:
+            jail.stop()
+        if fence == "plain":
+            _kill_marked(f"JAIL={folder}\0".encode())
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _kill_marked(mark, seconds=1.0):
+    """End what has left its group: it still has its jail's environment."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        found = 0
+        for path in glob.glob("/proc/[0-9]*/environ"):
+            try:
+                if mark in Path(path).read_bytes():
+                    os.kill(int(path.split("/")[2]), signal.SIGKILL)
+                    found += 1
+            except OSError:  # ended, or not ours
+                pass
+        if not found:
+            break
+
+
+@functools.cache
+def _fence():
+    """The strongest fence that works on this machine."""
+    for fence in ("unshare", "bwrap", "firejail", "plain"):
+        try:
+            with _jail(10, fence) as jail:
+                works = _output(jail.ask('{"code": "import colorsys; print(6 * 7)", "stdin": ""}', 10)) == "42\n"
+        except (OSError, RuntimeError):
+            continue
+        if works:
+            if fence == "plain":
+                print("verify.py: neither namespaces nor bubblewrap nor firejail work here, so generated code can "
+                      "reach files and the network (see verify.run_tests)", file=sys.stderr)
+            return fence
+    raise RuntimeError(f"no sandbox for generated code works here. If you are root, other users must be able to run "
+                       f"{sys.executable}: run as an ordinary user, or install bubblewrap")
+
+
+def _through(fence, folder):
+    """The command that a jail is started by."""
+    tool = shutil.which(fence) or fence
+    if fence == "unshare":  # root needs no user namespace, and without one can become a user of its own
+        user = ["--user", "--map-root-user"] if os.getuid() else []
+        return [tool, *user, "--mount", "--net", "--ipc", "--uts", "--pid", "--fork", "--kill-child"]
+    if fence == "bwrap":
+        binds = [x for path in (*_readable(), os.path.abspath(__file__)) for x in ("--ro-bind", path, path)]
+        return [tool, "--unshare-all", "--die-with-parent", "--cap-drop", "ALL", "--proc", "/proc", "--dev", "/dev",
+                "--tmpfs", "/tmp", *binds, "--bind", folder, folder, "--chdir", folder]
+    if fence == "firejail":
+        return [tool, "--quiet", "--noprofile", "--net=none", "--caps.drop=all", "--nonewprivs", "--read-only=/",
+                f"--read-write={folder}"]
+    return []
+
+
+def _readable():
+    """What a program may read: Python and the system's libraries."""
+    paths = ["/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", sys.base_prefix, sys.prefix]
+    return [path for path in dict.fromkeys(paths + [*map(os.path.realpath, paths)]) if os.path.exists(path)]
+
+
+# ---- code: the jail's side ----------------------------------------------------------------------------------------
+
+
+def _serve_jail():
+    """python -m verify --jail. Lock ourselves in; then a line with "stdin" runs the program on that, a line without
+    becomes the program, or the test code, that goes on talking. In their processes this returns, and Python ends."""
+    del sys.path[:2]  # the current folder and ours
+    setup = json.loads(sys.stdin.buffer.readline())
+    _lock_in(**setup)
+    print("locked", flush=True)
+    while line := sys.stdin.buffer.readline():
+        request = json.loads(line)
+        files = [os.memfd_create(name) for name in ("in", "out")]
+        os.write(files[0], request.get("stdin", "").encode())
+        os.lseek(files[0], 0, os.SEEK_SET)
+        if not (child := os.fork()):
+            return _become(request, *files)
+        ok = _wait(child, setup["seconds"]) == 0
+        if os.getpid() == 1:  # of a process namespace: nothing of one test runs on into the next
+            try:
+                os.kill(-1, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        if "stdin" not in request:
+            break
+        print(json.dumps({"ok": ok, "stdout": os.pread(files[1], OUTPUT, 0).decode(errors="replace")}), flush=True)
+        for fd in files:
+            os.close(fd)
+    os._exit(0)
+
+
+def _wait(child, seconds):
+    """The child's exit status. If it takes too long, or whoever started us has gone, this jail ends."""
+    watch = select.poll()
+    watch.register(0, 0)  # hang-up only
+    watch.register(os.pidfd_open(child), select.POLLIN)
+    events = dict(watch.poll(seconds * 1000))
+    if not events or 0 in events:
+        os.killpg(0, signal.SIGKILL)
+        os._exit(1)  # the first process of a namespace does not die of its own signals
+    return os.waitpid(child, 0)[1]
+
+
+def _become(request, stdin, stdout):
+    """Run what is not ours, with input and output of its own."""
+    channel = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (OUTPUT, OUTPUT))
+    for i, fd in enumerate((stdin, stdout, os.open("/dev/null", os.O_WRONLY))):
+        os.dup2(fd, i)
+    sys.stdin, sys.stdout, sys.stderr = (open(i, mode, closefd=False) for i, mode in enumerate("rww"))
+    if "tests" in request:
+        return _serve_tests(request, lambda message: _talk(channel, message))
+    _libc("prctl", 4, 1)  # PR_SET_DUMPABLE: /dev/stdin can be opened
+    if "stdin" not in request:
+        return _serve_calls(_run(request["code"], "solution"), lambda message: _talk(channel, message))
+    os.closerange(3, 128)
+    _run(request["code"], "__main__")
+
+
+def _talk(channel, message):
+    channel[1].write(json.dumps(message).encode() + b"\n")
+    channel[1].flush()
+    return json.loads(channel[0].readline())
+
+
+def _run(code, name):
+    """Run a program's text as the module `name` -> its names."""
+    module = sys.modules[name] = types.ModuleType(name)
+    exec(compile(code, "solution.py", "exec"), module.__dict__)
+    return module.__dict__
+
+
+def _libc(name, *args):
+    libc = ctypes.CDLL(None, use_errno=True)
+    if getattr(libc, name)(*(ctypes.c_ulong(x) if isinstance(x, int) else x for x in args)) < 0:
+        raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
+
+
+def _lock_in(seconds, fence, folder, number):
+    """Give up files, rights and resources, for this process and all that come from it."""
+    Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, this goes first
+    others = len(glob.glob("/proc/[0-9]*/task/*")) if os.getuid() else 0  # the limit counts the user's other threads
+    if fence == "unshare":
+        _new_root(folder)
+    os.chmod(folder if fence != "unshare" else "/tmp", 0o1777)
+    os.chdir(folder if fence != "unshare" else "/tmp")
+    for name, limit in (("CPU", seconds), ("AS", MEMORY), ("CORE", 0), ("NOFILE", 128), ("NPROC", others + PROCESSES)):
+        resource.setrlimit(getattr(resource, "RLIMIT_" + name), (limit, limit))
+    if os.getuid() == 0:  # the limit on processes does not hold for root. A user of its own, so that no others count
+        for uid in (2**30 + number, 65534):
+            try:
+                os.setgroups([])
+                os.setresgid(uid, uid, uid)
+                os.setresuid(uid, uid, uid)
+                break
+            except OSError:  # a container may not have so many; in a user namespace of ours nobody else counts
+                pass
+    _libc("capset", (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())  # no capabilities
+    _libc("prctl", 38, 1, 0, 0, 0)     # PR_SET_NO_NEW_PRIVS
+    _libc("prctl", 4, 0)               # PR_SET_DUMPABLE: a program of the same user cannot look into us
+
+
+def _new_root(folder):
+    """An empty file system with Python and the system's libraries in it, read-only, and a /tmp."""
+    def mount(source, target, kind, flags, data=None):
+        _libc("mount", source.encode(), target.encode(), kind, flags, data)
+    os.umask(0o022)
+    mount("tmpfs", folder, b"tmpfs", 6, b"size=64m,mode=755")           # MS_NOSUID | MS_NODEV
+    for path in [*_readable(), *(f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom"))]:
+        target = folder + path
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        if os.path.islink(path):
+            os.symlink(os.readlink(path), target)
+        elif not os.path.exists(target):
+            os.mkdir(target) if os.path.isdir(path) else Path(target).touch()
+            mount(path, target, None, 0x5000)                           # MS_BIND | MS_REC
+            if not path.startswith("/dev"):                             # mount_setattr: all of it read-only, no setuid
+                _libc("syscall", 442, -100, target.encode(), 0x8000, (ctypes.c_uint64 * 4)(3), 32)
+    for name, path in (("fd", ""), ("stdin", "/0"), ("stdout", "/1")):
+        os.symlink("/proc/self/fd" + path, f"{folder}/dev/{name}")
+    for name in ("proc", "tmp"):
+        os.makedirs(f"{folder}/{name}", exist_ok=True)
+    try:
+        mount("proc", folder + "/proc", b"proc", 14)                    # MS_NOSUID | MS_NODEV | MS_NOEXEC
+    except OSError:  # not allowed in some containers, and seldom needed
+        pass
+    os.chroot(folder)
+
+
+# ---- code: functions called from the other jail ---------------------------------------------------------------------
+
+
+def _serve_calls(names, talk):
+    """The program's side of test code: answer calls for ever."""
+    reply = {}
+    while True:
+        request = talk(reply)
+        try:
+            name = request["call"]
+            function = names[name] if name in names else getattr(names["Solution"](), name)
+            reply = {"value": _pack(function(*_unpack(request["args"]), **_unpack(request["kwargs"])))}
+        except Exception as error:
+            reply = {"raise": type(error).__name__, "text": str(error)[:1000]}
+
+
+def _serve_tests(first, talk):
+    """The test code's side: run every test, calling over to the program."""
+    for test in first["tests"]:
+        try:
+            if "fn" in test:
+                passed = _as_json(_remote(test["fn"], talk)(*test["args"])) == _as_json(test["out"])
+            else:
+                exec(compile(test["assert"], "test", "exec"), _names_for(test["assert"], talk))
+                passed = True
+        except BaseException:  # sys.exit() in a test is no pass either
+            passed = False
+        talk({"token": first["token"], "passed": bool(passed)})
+
+
+def _names_for(test, talk):
+    """What test code finds defined: modules of the library, where it only takes their attributes; any other name that
+    it does not set itself, and that is no builtin, is a function of the program."""
+    nodes = list(ast.walk(ast.parse(test)))
+    names = {node.id for node in nodes if isinstance(node, ast.Name)} - set(dir(builtins))
+    called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    modules = (names & sys.stdlib_module_names) - called
+    return {"__name__": "test"} | {x: __import__(x) if x in modules else _remote(x, talk) for x in names}
+
+
+def _remote(name, talk):
+    """A function of the program, called from the test code's process. Its exceptions arrive as builtin ones."""
+    def call(*args, **kwargs):
+        reply = talk({"call": name, "args": _pack(args), "kwargs": _pack(kwargs)})
+        if "raise" in reply:
+            error = getattr(builtins, reply["raise"], None)
+            raise (error if isinstance(error, type) and issubclass(error, Exception) else Exception)(reply["text"])
+        return _unpack(reply["value"])
+    return call
+
+
+def _pack(x):
+    """Plain data as JSON that keeps tuples, sets and keys apart; what else can be iterated becomes a list."""
+    for kind in (bool, int, float, str):
+        if isinstance(x, kind):
+            return kind(x)
+    for kind in (tuple, set, frozenset, bytes):
+        if isinstance(x, kind):
+            return {kind.__name__: [_pack(y) for y in x]}
+    if isinstance(x, dict):
+        return {"dict": [[_pack(k), _pack(v)] for k, v in x.items()]}
+    if isinstance(x, complex):
+        return {"complex": [x.real, x.imag]}
+    if hasattr(x, "tolist"):  # numpy
+        return _pack(x.tolist())
+    return None if x is None else [_pack(y) for y in itertools.islice(x, 10**6)]
+
+
+def _unpack(x):
+    if isinstance(x, list):
+        return [_unpack(y) for y in x]
+    if not isinstance(x, dict):
+        return x
+    (name, inner), = x.items()
+    kinds = dict(tuple=tuple, set=set, frozenset=frozenset, bytes=bytes, dict=dict, complex=lambda xy: complex(*xy))
+    return kinds[name](_unpack(inner))
+
+
+def _as_json(x):
+    """As it would look in a JSON file, where expected values come from: lists, and text as keys."""
+    if isinstance(x, (list, tuple)):
+        return [_as_json(y) for y in x]
+    return {str(k): _as_json(v) for k, v in x.items()} if isinstance(x, dict) else x
+
+
+# ---- evaluation -------------------------------------------------------------------------------------------------
 
 
 def pass_at_k(n, c, k):
@@ -347,6 +1052,187 @@ def pass_at_k(n, c, k):
     return 1.0 - prod(1 - k / i for i in range(n - c + 1, n + 1))
 
 
+def read_responses(path):
+    """A JSONL file of problems with a "response" or "responses" each -> (problems, their lists of responses)."""
+    problems, responses = [], []
+    for where, row in _rows(path):
+        problems.append(_read_problem(row, where))
+        texts = row.get("responses", [row["response"]] if "response" in row else None)
+        if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"{where}: no \"response\" (text) or \"responses\" (a list of texts)")
+        responses.append(texts)
+    if not problems:
+        raise ValueError(f"{path} holds no responses")
+    return problems, responses
+
+
+def sample(args, problems):
+    """Responses of a checkpoint -> (lists of texts, a problem each; lists of lengths; facts for the report)."""
+    import torch
+    from sparrow import Actor, Model, Schedule, encode_prompt
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = Model.from_pretrained(args.model, device)
+    if model.tokenizer is None:
+        raise ValueError(f"--model {args.model}: it has no tokenizer (tokenizer.json)")
+    model.dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    prompts = [encode_prompt(model.tokenizer, p.prompt, args.chat) for p in problems]
+    context = max(map(len, prompts)) + args.max_new_tokens
+    schedule = (Schedule.load(args.schedule, args.page_size) if args.schedule else
+                Schedule.fraction(args.budget, context, page_size=args.page_size, min_pages=args.min_pages))
+    actor = Actor(model, min(args.rows, len(prompts) * args.n), context, page_size=args.page_size,
+                  dense_layers=args.dense_layers)
+    start = time.perf_counter()
+    rollouts = actor.generate(prompts, args.n, args.max_new_tokens, args.temperature, schedule, model.stop_ids,
+                              args.seed, progress=True)
+    seconds, lengths = time.perf_counter() - start, [len(r.ids) for r in rollouts]
+    cut_off = sum(r.finish == "length" for r in rollouts) / len(rollouts)
+    facts = dict(mean_length=sum(lengths) / len(lengths), cut_off=cut_off, tokens_per_s=sum(lengths) / seconds,
+                 generate_s=seconds)
+    if not schedule.dense:
+        facts |= sparsity(model, rollouts, schedule, args.temperature or 1.0)
+    texts = [model.tokenizer.decode(r.ids, skip_special_tokens=p.kind != "chain")
+             for r, p in zip(rollouts, (p for p in problems for _ in range(args.n)))]
+    return _by(args.n, texts), _by(args.n, lengths), facts
+
+
+def _by(n, items):
+    return [items[i:i + n] for i in range(0, len(items), n)]
+
+
+def sparsity(model, rollouts, schedule, temperature):
+    """How far the sparse actor is from the dense policy on its own samples, and what it read."""
+    import torch
+    from sparrow import chunked_acceptance, tail
+    alphas, read, had = [], 0, 0
+    for r in rollouts:
+        with torch.no_grad():
+            ids = torch.tensor([r.prompt_ids + r.ids], device=next(model.parameters()).device)
+            states = model(ids, head=lambda hidden, _: hidden)[0, len(r.prompt_ids) - 1:-1]
+            alphas.append(chunked_acceptance(model.logits, states, r.hidden, temperature).cpu())
+        lengths = torch.arange(len(r.prompt_ids), len(r.prompt_ids) + len(r.ids))
+        read, had = read + schedule.pages(lengths).sum().item(), had + schedule.have(lengths).sum().item()
+    alpha = torch.cat(alphas)
+    return dict(kv_read=read / had, alpha_mean=alpha.mean().item(), alpha_tail_5=tail(alpha),
+                alpha_tail_1=tail(alpha, fraction=0.01))
+
+
+def summarise(rewards, ks):
+    """Lists of rewards, a problem each -> mean@n and pass@k over the problems. Only a whole reward of 1 is a pass."""
+    means = [sum(r) / len(r) for r in rewards]
+    out = dict(problems=len(rewards), samples=sum(map(len, rewards)), mean=sum(means) / len(means))
+    for k in ks:
+        out[f"pass@{k}"] = sum(pass_at_k(len(r), sum(x == 1 for x in r), k) for r in rewards) / len(rewards)
+    return out
+
+
+def report(m, n):
+    """What a person reads."""
+    print(f"{m['problems']} problems, {m['samples']} samples: mean@{n} {m['mean']:.4f}"
+          + "".join(f" | {k} {v:.4f}" for k, v in m.items() if k.startswith("pass@")))
+    if "mean_length" in m:
+        print(f"response length {m['mean_length']:.1f} tokens on average, {m['cut_off']:.1%} cut off | generated in "
+              f"{m['generate_s']:.1f} s ({m['tokens_per_s']:,.0f} tokens/s), graded in {m['grade_s']:.1f} s")
+    if "kv_read" in m:
+        print(f"sparse: read {m['kv_read']:.1%} of the cached pages; alpha against the dense policy: mean "
+              f"{m['alpha_mean']:.4f}, 5% quantile {m['alpha_tail_5']:.3f}, 1% quantile {m['alpha_tail_1']:.3f}")
+
+
+# ---- python verify.py -------------------------------------------------------------------------------------------
+
+
+def parse_args(argv=None):
+    import argparse
+    p = argparse.ArgumentParser(prog="verify.py", allow_abbrev=False, description=main.__doc__)
+    flag = p.add_argument
+    flag("--model", help="checkpoint folder or Hub name")
+    flag("--task", help="procedural problems: chain or countdown, or with sizes, as in countdown:3,20")
+    flag("--data", help="problems from a JSONL file, or hub:NAME[,CONFIG][:SPLIT]")
+    flag("--grade", metavar="FILE", help="no model: grade the responses in this JSONL file")
+    flag("--limit", type=int, default=0, help="only the first problems; 0: a whole file, or 200 of a task (default 0)")
+    # sampling
+    flag("--n", type=int, default=16, help="samples a problem (default 16)")
+    flag("--max-new-tokens", type=int, default=1024, help="longest response (default 1024)")
+    flag("--temperature", type=float, default=1.0, help="0 is greedy (default 1)")
+    flag("--seed", type=int, default=0, help="seeds samples, and the problems of a task (default 0)")
+    flag("--chat", default="auto", choices=["auto", "on", "off"], help="the tokenizer's chat template (default auto)")
+    flag("--rows", type=int, default=64, help="sequences decoded at once (default 64)")
+    # sparsity
+    flag("--budget", type=float, default=1.0, help="share of the cached pages read, in (0, 1] (default 1: dense)")
+    flag("--schedule", help="a published table or a schedule file instead of --budget")
+    flag("--min-pages", type=int, default=4, help="floor of --budget (default 4)")
+    flag("--page-size", type=int, default=16, help="tokens in a KV page (default 16)")
+    flag("--dense-layers", type=int, default=2, help="first layers that stay dense (default 2)")
+    # grading and output
+    flag("--k", type=int, nargs="+", help="the k of pass@k (default: 1, 4 and 16, up to the samples there are)")
+    flag("--timeout", type=float, default=10.0, help="seconds for all tests of one program (default 10)")
+    flag("--partial", action="store_true", help="a program is worth the share of tests passed, not all or nothing")
+    flag("--json", metavar="FILE", help="write the report there, as one JSON object")
+    flag("--save", metavar="FILE", help="write the samples there, as JSONL that --grade reads")
+    args = p.parse_args(argv)
+    args.parser = p
+    if bool(args.grade) == bool(args.model):
+        p.error("give either --model (to evaluate it) or --grade FILE (of responses)")
+    if args.model and bool(args.task) == bool(args.data):
+        p.error("--model: say on what, by either --task or --data")
+    if args.grade and (args.task or args.data):
+        p.error("--grade: its rows hold the problems; leave out --task and --data")
+    for key in "n max_new_tokens rows page_size timeout".split():
+        if not getattr(args, key) > 0:
+            p.error(f"--{key.replace('_', '-')} {getattr(args, key)}: must be above 0")
+    for key in "limit temperature min_pages dense_layers".split():
+        if not getattr(args, key) >= 0:
+            p.error(f"--{key.replace('_', '-')} {getattr(args, key)}: must not be negative")
+    if not 0 < args.budget <= 1:
+        p.error(f"--budget {args.budget}: must be in (0, 1]; 1 is dense")
+    return args
+
+
+def main(argv=None):
+    """Evaluate a checkpoint, or grade responses."""
+    args = parse_args(argv)
+    try:
+        # 1. problems and responses
+        if args.grade:
+            problems, responses = read_responses(args.grade)
+            n = min(map(len, responses))
+        else:
+            if args.task and not parse_task(args.task):
+                raise ValueError(f"--task {args.task}: not one of {', '.join(TASKS)}")
+            problems = load_problems(args.task or args.data, args.seed, args.limit or 200)
+            n = args.n
+        if bad := [k for k in args.k or () if not 1 <= k <= n]:
+            raise ValueError(f"--k {bad[0]}: pass@k needs 1 <= k <= {n}, the samples a problem")
+        files = [open(path, "w") if path else None for path in (args.json, args.save)]  # before the work, not after it
+        problems = problems[:args.limit or None]
+        facts, lengths = {}, None
+        if args.grade:
+            responses = responses[:len(problems)]
+        else:
+            responses, lengths, facts = sample(args, problems)
+    except (ValueError, OSError) as error:
+        args.parser.error(str(error))
+    # 2. rewards
+    start = time.perf_counter()
+    pairs = [(text, p) for p, texts in zip(problems, responses) for text in texts]
+    flat = iter(grade_all(*zip(*pairs), args.timeout, args.partial, progress=True))
+    rewards = [list(itertools.islice(flat, len(texts))) for texts in responses]
+    # 3. what to know of them
+    facts["grade_s"] = time.perf_counter() - start
+    m = summarise(rewards, args.k or [k for k in (1, 4, 16) if k <= n]) | facts
+    report(m, n if len(set(map(len, responses))) == 1 else "n")
+    if files[0]:
+        files[0].write(json.dumps(m, indent=1) + "\n")
+    for i, problem in enumerate(problems if files[1] else ()):
+        row = {k: v for k, v in vars(problem).items() if v} | dict(responses=responses[i], rewards=rewards[i])
+        files[1].write(json.dumps(row | ({"lengths": lengths[i]} if lengths else {})) + "\n")
+    for file in filter(None, files):
+        file.close()
+
+
 if __name__ == "__main__":
     if sys.argv[1:] == ["--math-worker"]:
         _serve_math()
+    elif sys.argv[1:] == ["--jail"]:
+        _serve_jail()
+    else:
+        main()

@@ -1,4 +1,4 @@
-"""Problems, graders, the math worker and pass@k."""
+"""Problems, graders, the math workers and pass@k. The sandbox has its own file."""
 import itertools
 import json
 import os
@@ -8,12 +8,14 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from math import comb
 
 import pytest
 
 import verify
-from verify import Problem, chain, grade, grade_chain, grade_countdown, grade_math, load_problems, pass_at_k
+from verify import (BOXED, FENCED, Problem, chain, grade, grade_all, grade_chain, grade_countdown, grade_math,
+                    load_problems, pass_at_k)
 
 THIRD = r"\boxed{\frac{2}{6}}", r"\frac13"  # a right answer that only the worker can tell
 
@@ -82,24 +84,82 @@ def test_countdown_divides_exactly():
 @pytest.mark.parametrize("response, answer, reward", [
     (boxed(r"\frac{1}{3}"), "1/3", 1), (boxed("5") + boxed("7"), "7", 1), (boxed("5") + boxed("7"), "5", 0),
     ("\\boxed{5", "5", 0), (boxed("5") + "\\boxed{5", "5", 0), (r"\boxed{\sqrt{\frac{4}{9}}}", "2/3", 1),
-    (boxed("2/3"), r"\frac{2}{3}", 1), (boxed("0.5"), "1/2", 1), (boxed("1,000"), "1000", 1), (boxed("x^2+1"), "1+x^2", 1),
+    (boxed("2/3"), r"\frac{2}{3}", 1), (boxed("0.5"), "1/2", 1), (boxed("1,000"), "1000", 1), (boxed("x^2+1"), "1+x^2",
+    1),
     (boxed("1/2004!"), "1/2006!", 0), (boxed("2^{-99}"), "2^{-98}", 0), (boxed("(2^{-99},1)"), "(2^{-98},1)", 0),
     (boxed("12345678901234567890"), "12345678901234567891", 0), (boxed("0.3333333333"), "1/3", 0),
-    (boxed(r"\frac{12345678901234567890}{1}"), "12345678901234567891", 0), (boxed("0.33333333333333333"), r"\frac13", 0),
+    (boxed(r"\frac{12345678901234567890}{1}"), "12345678901234567891", 0), (boxed("0.33333333333333333"), r"\frac13",
+    0),
     (boxed(r"\pm 2021"), "2021", 0), (boxed("2021"), r"\pm 2021", 0), (boxed("(1,2)"), "(2,1)", 0),
     (boxed("(1,2)"), "(1, 2)", 1), (boxed("(5, 120)"), "(5,120)", 1), (boxed("5120"), "(5,120)", 0),
     ("**73**", "73", 1), ("The steps.\n**Answer:** 73", "73", 1), ("The steps.\nAnswer: **73**.", "73", 1),
-    (boxed("2 2/3"), "2", 0), (boxed("2 2/3"), "3", 0), (boxed("2 2/3"), "8/3", 1), (boxed(r"-2\frac{2}{3}"), "-8/3", 1),
+    (boxed("2 2/3"), "2", 0), (boxed("2 2/3"), "3", 0), (boxed("2 2/3"), "8/3", 1), (boxed(r"-2\frac{2}{3}"), "-8/3",
+    1),
     ("Work.\n#### 42 " + "and so on " * 50, "42", 1), ("#### 41\n#### 42", "42", 1), ("#### 42", "#### 42", 1),
     ("I do not know.\nSorry.", "42", 0), ("", "42", 0), (boxed(""), "42", 0),
-    *[(boxed(guess), "42", 0) for guess in ("41, 42", "42, 41", "41,42", "41 or 42", r"\{41, 42\}", "41$ $42", "41\n42")]])
+    *[(boxed(guess), "42", 0) for guess in ("41, 42", "42, 41", "41,42", "41 or 42", r"\{41, 42\}", "41$ $42",
+        "41\n42")]])
 def test_math_table(response, answer, reward):
     """Faults: box cut at the first brace, tolerance, mixed forms, lists of guesses."""
     assert grade_math(response, answer) == reward
 
 
+EQUAL = r"""
+    1/2 | 0.5 || \frac{1}{2} | 2/4 || \dfrac12 | .5 || 0.\overline{3} | \frac13 || 0.1\overline{6} | 1/6
+    \sqrt{8} | 2\sqrt{2} || \frac{1}{\sqrt{2}} | \frac{\sqrt{2}}{2} || \sqrt{3+2\sqrt{2}} | 1+\sqrt{2}
+    2^{10} | 1024 || 3\sqrt{5}-1 | -1+3\sqrt5 || [1,2) | [1, 2) || (-\infty, 3] | \left(-\infty,3\right]
+    (1/2, 3) | (0.5, 3) || [0,1]\cup[2,3] | [2,3]\cup[0,1] || x \in [1,2] | [1,2] || \{1,2\} | \{2,1\}
+    \{1/2, 3\} | \{3, 0.5\} || 1, 2 | 2, 1 || 1, 2 | \{2, 1\} || \pm 3 | 3, -3 || 1\pm\sqrt2 | 1-\sqrt2, 1+\sqrt{2}
+    ±5 | \pm 5 || \pm 3 | \pm 3.0 || 1<x<3 | 3>x>1 || 2x=4 | x=2 || -x<-5 | x>5 || 5 \text{ or } 7 | 7, 5 || \{5\} | 5
+    (1, 2, 3) | (1,2,3) || (\frac12, -1) | (0.5, -1) || \langle 1, 2\rangle | (1,2)
+    ((1,2),(3,4)) | ((1, 2), (3, 4))
+    \begin{pmatrix}1&2\\3&4\end{pmatrix} | \begin{bmatrix} 1 & 2 \\ 3 & 4 \end{bmatrix}
+    \begin{pmatrix}1/2\\0\end{pmatrix} | \begin{pmatrix} 0.5 \\ 0 \end{pmatrix} || -3 | −3
+    -\frac{1}{2} | \frac{-1}{2} || +5 | 5 || -(-2) | 2 || 1.5\times 10^3 | 1500 || 1.5e3 | 1500
+    2.50\cdot10^{-2} | 0.025 || 6.02 \times 10^{23} | 602\times10^{21} || 1,234,567 | 1234567 || 10{,}000 | 10000
+    10\,000 | 10000 || 3.0 | 3 || 007 | 7 || 10!/8! | 90 || \binom{5}{2} | 10 || \text{Monday} | monday
+    \text{(B)} | B || (C) | C || \text{yes} | Yes || \text{no solution} | No solution || 50\% | 50 || 50 | 50\%
+    0.5 | 50\% || 12.5\% | \frac18 || 50\% | 1/2 || 150\% | 1.5 || 5 | 5\text{ cm} || 5\text{ cm} | 5 cm
+    5\text{ cm}^2 | 5 || 90^\circ | 90 || 90 | 90° || \$18 | 18 || 18 dollars | 18 || 3 hours | 3\text{ hours}
+    12_8 | 12_{8} || 60 mph | 60 || 7\mathrm{~m/s} | 7 \text{ m/s} || x = 5 | 5 || 5 | k=5 || 2x+1 | 1 + 2x
+    (x+1)^2 | x^2+2x+1 || y = 2x+1 | y=1+2x || x<5 | 5>x || \frac{x^2-1}{x-1} | x+1 || 3+4i | 4i+3 || \log_2 8 | 3
+    2\pi | \pi\cdot 2 || e^{2} | e^2 || |{-3}| | 3"""
+UNEQUAL = r"""
+    1/2 | 0.51 || 1/3 | 0.333333333333 || 1/3 | 0.33 || 2/3 | 3/2 || 0.\overline{3} | 0 || 0.3 | 0.\overline{3}
+    \sqrt{2} | 1.41421356237 || \sqrt{2} | \sqrt{3} || \pi | 3.14159265358979 || \pi | 22/7 || [1,2) | (1,2)
+    [1,2] | [1,2) || (1,2) | (2,1) || (2,1) | (5,3) || (1/2004!, 1) | (1/2006!, 1) || [0,1]\cup[2,3] | [0,1]\cup[2,4]
+    (-\infty,3) | (-\infty,4) || \{1,2\} | \{1,3\} || \{1,2\} | \{1\} || \{1,2\} | (1,2)
+    \{1/2004!, 1\} | \{1, 1/2006!\} || 1, 2 | 1 || 1 | 1, 2 || 5 | 5 \text{ or } 7 || 1,2,2 | 1,1,2 || (1,2,3) | (1,2)
+    (1,2) | (1,3) || (0,0) | 0 || ((1,2),(3,4)) | ((1,2),(4,3))
+    \begin{pmatrix}1&2\\3&4\end{pmatrix} | \begin{pmatrix}1&3\\2&4\end{pmatrix}
+    \begin{pmatrix}1&2\end{pmatrix} | \begin{pmatrix}1\\2\end{pmatrix} || -3 | 3 || 1, 2 | \pm 3 || \pm 3 | 3
+    3 | \pm 3 || -\frac12 | \frac12 || 1.5\times10^3 | 1.5\times10^4 || 1e3 | 1e-3 || 1.5e3 | 4.5e || 1,234 | 1234.5
+    1,234 | 1, 234 || 10000 | 1000 || Monday | Tuesday || \text{yes} | no || A | B || \text{silent} | \text{listen}
+    5 | five hundred 5 || \text{even} | 2 || 50\% | 0.05 || 50\% | 5 || 50\% | 0.5\% || 25\% | 75\% || 5 | 0.5\%
+    5\text{ cm} | 5\text{ m} || 5\text{ cm} | 50 \text{ mm} || 3 hours | 3 minutes || 12_8 | 12_9
+    5\text{ cm}^2 | 5\text{ cm}^3 || 5\text{ cm} | 6\text{ cm} || 2 | 2x || 90^\circ | 80^\circ || x = 5 | 6
+    x<1/2004! | x<1/2006! || 1<x<3 | 1<x\le 3 || 2x<4 | -x<-2 || 5 | 5\text{ or 6} || 5 | 5\text{ or six}
+    5 | 5\text{ 6} || 5 | 5 6 || 5 | \pm 5 || x = 5 | y = 5 || x<5 | x>5 || x<5 | x\le 5 || (x+1)^2 | x^2+1
+    \frac{1}{0} | 5 || 1/0 | 2/0 || \sin(x) | \cos(x) || 2^{-99} | 2^{-98} || 1/2004! | 1/2006!
+    12345678901234567890 | 12345678901234567891 || 1234567.8901234567891 | 1234567.8901234567892
+    10^{40}+1 | 10^{40} || \sqrt{10^{40}+1} | 10^{20}"""
+PAIRS = [(*pair.strip().split(" | "), float(table is EQUAL)) for table in (EQUAL, UNEQUAL)
+         for pair in re.split(r"\|\||\n", table) if pair.strip()]
+
+
+def test_pairs_of_answers():
+    """Faults: rounding; shape lost (a tuple read as an interval, (2,1) as the empty set); a word read as a product of
+    its letters; 0.333... read as 0; units and percents without a rule. The rules are in grade_math's docstring."""
+    assert len(PAIRS) > 130
+    rewards = grade_all([boxed(given.strip()) for _, given, _ in PAIRS], [Problem("", gold.strip()) for gold,
+        *_ in PAIRS])
+    wrong = [(*pair, reward) for pair, reward in zip(PAIRS, rewards) if reward != pair[2]]
+    assert not wrong, "\n".join(map(str, wrong))
+
+
 @pytest.mark.parametrize("text", [
-    "\\boxed{" * 20_000, boxed("1") * 20_000 + "\\boxed{", "\\boxed{" + "{" * 10**6, "####" * 20_000, "answer " * 20_000,
+    "\\boxed{" * 20_000, boxed("1") * 20_000 + "\\boxed{", "\\boxed{" + "{" * 10**6, "####" * 20_000,
+    "answer " * 20_000,
     boxed("9" * 10**5), boxed("1+" * 50_000 + "1")], ids=lambda text: text[:9])
 def test_long_nonsense_takes_no_time(text):
     start = time.perf_counter()
@@ -107,15 +167,15 @@ def test_long_nonsense_takes_no_time(text):
 
 
 @pytest.mark.parametrize("tower, in_thread", [
-    ("5^{5^{5^5}}", False), ("5^(5^(5^5))", False), ("10^10^10", True), ("9999999!", True)])
+    ("5^{5^{5^5}}", False), ("5^(5^(5^5))", False), ("10^10^10", True), ("9999999!", True), ("(1, 9999999!)", False)])
 def test_power_towers_cost_their_own_sample(tower, in_thread, monkeypatch):
     """Fault: a hang, or the next sample ungraded. An alarm works in a main thread only: also from another."""
-    monkeypatch.setattr(verify._worker, "SECONDS", 1.5)
-    grade_math(*THIRD)  # the worker is up
+    monkeypatch.setattr(verify, "MATH_SECONDS", 1.5)
+    grade_math(*THIRD)  # a worker is up
     found, start = [], time.perf_counter()
 
     def work():
-        found.extend([grade_math(boxed(tower), "1/3"), time.perf_counter() - start, grade_math(*THIRD)])
+        found.extend([grade_math(boxed(tower), "(1, 1/3)"), time.perf_counter() - start, grade_math(*THIRD)])
     thread = threading.Thread(target=work, daemon=True)
     thread.start() if in_thread else work()
     if in_thread:
@@ -125,45 +185,107 @@ def test_power_towers_cost_their_own_sample(tower, in_thread, monkeypatch):
 
 def test_worker_is_replaced_and_stopped(monkeypatch):
     """Faults: a worker that died is not replaced, or brings the run down; a process left behind."""
-    for seen_dead in (True, False):
-        assert grade_math(*THIRD) == 1
-        process = verify._worker.process
-        process.kill()
-        process.wait()
-        if not seen_dead:  # it dies just after it was looked at: the question goes into a broken pipe
-            monkeypatch.setattr(process, "poll", lambda: None)
-        assert grade_math(*THIRD) == 1 and verify._worker.process is not process
-    pid = verify._worker.process.pid
-    verify._worker.stop()
-    assert verify._worker.process is None and not os.path.exists(f"/proc/{pid}")
+    assert grade_math(*THIRD) == 1
+    worker = verify._math.idle[-1]
+    worker.child.kill()
+    worker.child.wait()
+    assert grade_math(*THIRD) == 1 and worker not in verify._math.idle
+    pids = [worker.child.pid for worker in verify._math.idle]
+    verify._math.stop()
+    assert pids and not verify._math.idle and not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
 def test_worker_ends_by_itself():
     """Fault: the run is killed during a power tower, and its worker goes on computing for ever."""
-    code = "import verify; verify._MathWorker.SECONDS = 0.5; verify._serve_math()"
-    done = subprocess.run([sys.executable, "-c", code], input='["1/3", "9999999!"]\n', text=True, capture_output=True,
+    code = "import verify; verify.MATH_SECONDS = 0.5; verify._serve_math()"
+    done = subprocess.run([sys.executable, "-c", code], input='\n["1/3", "9999999!"]\n', text=True, capture_output=True,
                           cwd=os.path.dirname(verify.__file__), timeout=15)
     assert done.returncode < 0 and done.stdout == "ready\n"
 
 
+def test_grading_in_parallel(monkeypatch):
+    """Faults: rewards in the order of finishing; a hang that holds up the others; two threads talking to one worker."""
+    monkeypatch.setattr(verify, "MATH_SECONDS", 2.0)
+    pairs = [(boxed(f"\\frac{{{i}}}{{7}}"), Problem("", f"{i + (i % 3 == 0)}/7")) for i in range(60)]
+    pairs[5] = (boxed("5^{5^{5^5}}"), Problem("", "5"))
+    pairs[7] = ("#l3H2.", Problem("", "l3H2", "chain"))
+    rewards = grade_all(*zip(*pairs), workers=4)
+    assert rewards == [0.0 if i % 3 == 0 or i == 5 else 1.0 for i in range(60)]
+    assert grade_all([], []) == [] and len(verify._math.idle) <= 4
+    with pytest.raises(ValueError, match="1 responses to 0 problems"):
+        grade_all(["a"], [])
+
+
 def test_problem_files(tmp_path):
     file = tmp_path / "p.jsonl"
-    rows = [dict(prompt="a", answer=0), dict(question="b", answer="So 6*7 is\n#### 42"), dict(problem="c", solution="1/2"),
-            dict(prompt="d", answer="24", kind="countdown", numbers=[4, 6])]
-    file.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
-    assert load_problems(str(file)) == [Problem("a", "0"), Problem("b", "42"), Problem("c", "1/2"),
-                                        Problem("d", "24", "countdown", (4, 6))]
+    user, system = {"role": "user", "content": "h\u2028"}, {"role": "system", "content": "s"}
+    rows = [dict(prompt="a", answer=0), dict(question="b", answer="So 6*7 is\n#### 42"), dict(problem="c",
+        solution="1/2"),
+            dict(prompt="d", answer="24", kind="countdown", numbers=[4, 6]), dict(prompt=[user], answer="3"),
+            dict(prompt=[system, user], solution="It is $\\boxed{\\frac{1}{2}}$. Check:\nyes"),
+            dict(prompt=[user, dict(user, role="assistant"), user], answer="Put it in a box", kind="math"),
+            dict(prompt="In \\boxed{}", answer="4"), dict(prompt="e", tests=["assert f() == 1"]),
+            dict(prompt="f", answer="x", tests=[{"stdin": "", "stdout": "1"}, {"fn": "g", "args": [[1]], "out": None}],
+                kind="code")]
+    file.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n\n")
+    h = "h\u2028"
+    assert load_problems(str(file)) == [
+        Problem(f"a\n{BOXED}", "0"), Problem(f"b\n{BOXED}", "42"), Problem(f"c\n{BOXED}", "1/2"),
+        Problem("d", "24", "countdown", (4, 6)), Problem(f"{h}\n{BOXED}", "3"), Problem(f"s\n\n{h}\n{BOXED}",
+            "\\frac{1}{2}"),
+        Problem(f"user: {h}\n\nassistant: {h}\n\nuser: {h}\n{BOXED}", "Put it in a box"), Problem("In \\boxed{}", "4"),
+        Problem(f"e\n{FENCED}", "", "code", tests=({"assert": "assert f() == 1"},)),
+        Problem(f"f\n{FENCED}", "", "code", tests=tuple(rows[-1]["tests"]))]
     file.write_text("\n")
     with pytest.raises(ValueError, match="no problems"):
         load_problems(str(file))
-    with pytest.raises(FileNotFoundError, match="nowhere.jsonl.*neither a task"):
-        load_problems("nowhere.jsonl")
+    file.write_bytes(b'{"prompt": "\xff"}')
+    with pytest.raises(ValueError, match="p.jsonl.*UTF-8"):
+        load_problems(str(file))
+    for spec in ("nowhere.jsonl", str(tmp_path), "", "hub"):
+        with pytest.raises(ValueError, match="neither a task"):
+            load_problems(spec)
+
+
+def test_hub(monkeypatch):
+    """The optional package is named when it is missing; its errors, and its rows' places, are passed on."""
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match="hub:a/b.*pip install datasets"):
+        load_problems("hub:a/b")
+    asked = []
+
+    def load_dataset(name, config, split):
+        asked.append((name, config, split))
+        if name == "none":
+            raise RuntimeError("no such thing")
+        return [{"question": "q", "answer": "#### 7", "tests": None, "kind": None}, {"question": name}]
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    for spec, call in (("hub:a/b", ("a/b", None, "train")), ("hub:gsm,main:test", ("gsm", "main", "test"))):
+        with pytest.raises(ValueError, match=f"{spec}, row 1: no \"answer\""):
+            load_problems(spec)
+        assert asked[-1] == call
+    with pytest.raises(ValueError, match="hub:none.*no such thing"):
+        load_problems("hub:none")
+    with pytest.raises(ValueError, match="hub:NAME"):
+        load_problems("hub:")
 
 
 @pytest.mark.parametrize("line", [
     '{"prompt": "a"', "[1, 2]", '{"prompt": "a"}', '{"answer": "1"}', '{"prompt": "", "answer": "1"}',
-    '{"prompt": 3, "answer": 1}', '{"prompt": "a", "answer": 1, "kind": "x"}', '{"prompt": "a", "answer": 1, "numbers": 5}',
-    '{"prompt": "a", "answer": "ten", "kind": "countdown", "numbers": [5, 5]}'])
+    '{"prompt": 3, "answer": 1}', '{"prompt": "a", "answer": 1, "kind": "x"}',
+    '{"prompt": "a", "answer": 1, "numbers": 5}',
+    '{"prompt": "a", "answer": "ten", "kind": "countdown", "numbers": [5, 5]}',
+    '{"prompt": "a", "answer": 1, "numbers": [1.5]}',
+    '{"prompt": "a", "answer": 1, "kind": [1]}', '{"prompt": [], "answer": 1}',
+    '{"prompt": [{"role": "user"}], "answer": 1}',
+    '{"prompt": "a", "answer": "long\\nand no end"}', '{"prompt": "a", "kind": "code"}', '{"prompt": "a", "tests": 5}',
+    "[" * 10**5,
+    '{"prompt": "a", "tests": [5]}', '{"prompt": "a", "tests": [{}]}', '{"prompt": "a", "tests": [{"stdin": "a"}]}',
+    '{"a": ' + "9" * 5000 + "}",
+    '{"prompt": "a", "tests": [{"stdin": 1, "stdout": 2}]}',
+    '{"prompt": "a", "tests": [{"fn": "f", "args": 5, "out": 1}]}',
+    '{"prompt": "a", "tests": ["assert f( == 1"]}', '{"prompt": "a", "tests": ["f() == 1"]}',
+    '{"prompt": "a", "answer": {"a": []}, "kind": 5}'])
 def test_a_broken_line_is_named(tmp_path, line):
     """Fault: a traceback without the place; or only hours later, when the problem is graded."""
     file = tmp_path / "p.jsonl"
@@ -173,7 +295,8 @@ def test_a_broken_line_is_named(tmp_path, line):
 
 
 @pytest.mark.parametrize("spec", [
-    "chain:1,4,2", "chain:4,2,3", "chain:30,30,4", "chain:4,4,0", "chain:a", "chain:4,", "chain:-4,4,2", "chain:4,4,2,1,1,1",
+    "chain:1,4,2", "chain:4,2,3", "chain:30,30,4", "chain:4,4,0", "chain:a", "chain:4,", "chain:-4,4,2",
+    "chain:4,4,2,1,1,1",
     "countdown:1", "countdown:9", "countdown:3,1", "countdown:3,20,7"])
 def test_bad_sizes_are_refused(spec):
     """Fault: a hang, or a TypeError's traceback."""
