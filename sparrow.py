@@ -815,7 +815,7 @@ class Actor:
         def zeros(*shape, dtype=torch.float32):
             return torch.zeros(*shape, dtype=dtype, device=self.device)
         self.own = dict(token=zeros(R, dtype=torch.long), emitted=zeros(R, dtype=torch.long), uniforms=zeros(R, M),
-                        lengths=zeros(R, dtype=torch.int32), stop_at=zeros(R, dtype=torch.long),
+                        lengths=zeros(R, dtype=torch.int32),
                         ids=zeros(R, M, dtype=torch.long), logprobs=zeros(R, M),
                         # one entry more than kept: the states between go there
                         hidden=zeros(R, -(-M // every) + 1 if every else 1, d, dtype=self.model.dtype))
@@ -832,8 +832,6 @@ class Actor:
         if self.alpha_every:
             place = torch.where(at % self.alpha_every == 0, at // self.alpha_every, o["hidden"].shape[1] - 1)
             o["hidden"][lanes, place] = hidden
-        first_stop = torch.isin(token, self.stops) & (o["stop_at"][lanes] < 0)
-        o["stop_at"][lanes] = torch.where(first_stop, at, o["stop_at"][lanes])
         o["emitted"][lanes] = at + 1
 
     def _step(self):
@@ -999,7 +997,7 @@ class Actor:
                 self.own[name][lane] = value
             s.saved = None
         else:
-            self.own["emitted"][lane], self.own["stop_at"][lane] = 0, -1
+            self.own["emitted"][lane] = 0
             self.own["lengths"][lane] = len(s.prompt.ids)
             self.own["uniforms"][lane] = s.uniforms.to(self.device)
 
@@ -1040,7 +1038,9 @@ class Actor:
 
     def _harvest(self):
         """Turn finished lanes into Rollouts."""
-        stops = self.own["stop_at"][:len(self.live)].tolist()
+        written = torch.arange(self.max_new, device=self.device) < self.own["emitted"][:len(self.live), None]
+        hits = torch.isin(self.own["ids"][:len(self.live)], self.stops) & written         # [B,M]
+        stops = torch.where(hits.any(1), hits.int().argmax(1), -1).tolist()  # the one place where the host waits
         for lane in reversed(range(len(self.live))):
             s, stop = self.live[lane], stops[lane]
             if stop < 0 and s.emitted < self.max_new:

@@ -258,7 +258,8 @@ def _append_kernel(q, k, v, cos, sin, q_norm, k_norm, q_out, k_pages, v_pages, l
     goes out, and a key goes into its page with its value, where the page's keys are averaged anew (S is small)."""
     b, h, i = tl.program_id(0), tl.program_id(1), tl.arange(0, BH)
     half: tl.constexpr = D // 2
-    ok, g = i < half, h - H
+    ok, g, n = i < half, h - H, tl.load(lengths + b)
+    page = tl.load(table + b * table_row + n // S).to(tl.int64) * G + g  # asked for early: the longest wait
     at, norm = k + b * k_row + g * k_head + i, k_norm
     if h < H:
         at, norm = q + b * q_row + h * q_head + i, q_norm
@@ -274,8 +275,6 @@ def _append_kernel(q, k, v, cos, sin, q_norm, k_norm, q_out, k_pages, v_pages, l
         tl.store(q_out + (b * H + h) * D + i, x1, ok)
         tl.store(q_out + (b * H + h) * D + half + i, x2, ok)
     else:
-        n = tl.load(lengths + b)
-        page = tl.load(table + b * table_row + n // S).to(tl.int64) * G + g
         slot, t = n % S, tl.arange(0, S)[:, None]
         k1, k2 = x1.to(k_pages.dtype.element_ty), x2.to(k_pages.dtype.element_ty)
         before, mine = (t < slot) & ok, (page * S + slot) * D + i
@@ -432,154 +431,19 @@ def _merge_kernel(parts, stats, out, R: tl.constexpr, D: tl.constexpr, BD: tl.co
     tl.store(out + (bg * R + r) * D + d, result, d < D)
 
 
-def paged_attention_triton(q, k_pages, v_pages, page_table, lengths, splits=None, tile=64, warps=2, stages=5):
+def paged_attention_triton(q, k_pages, v_pages, page_table, lengths, splits=None, tile=64):
     (B, H, D), (N, G, S, _), K = q.shape, k_pages.shape, page_table.shape[-1]
-    R, BD, per_head = H // G, triton.next_power_of_2(D), page_table.ndim == 3
+    R, BD, per_head, warps, stages = H // G, triton.next_power_of_2(D), page_table.ndim == 3, 2, 5
     if splits is None:
-        # Programs that all run at once (two a multiprocessor) share the bandwidth evenly and end together. If the rows and
-        # heads alone are more than that, then many short ones, so that the last round is small against the whole.
-        sm = torch.cuda.get_device_properties(q.device).multi_processor_count
-        splits = max(1, min(32, 2 * sm // (B * G) or 16 * sm // (B * G), K * S // 256))
+        # Two programs a multiprocessor, each with many loads in flight, all run at once, share the bandwidth evenly and end
+        # together. More rows and heads than that: many short programs, so that the last round is small against the whole.
+        room = 2 * torch.cuda.get_device_properties(q.device).multi_processor_count
+        if B * G > room:
+            room, warps, stages = 8 * room, 4, 3
+        splits = max(1, min(32, room // (B * G), K * S // 256))
         splits = 1 << (splits.bit_length() - 1)
-    out = torch.empty(B, H, D, dtype=q.dtype, device=q.device)
-    q_norm, k_norm, eps = norms or (q, k, 0.0)
-    _append_kernel[B, H + G](q, k, v, cos, sin, q_norm, k_norm, out, k_pages, v_pages, landmarks, page_table, lengths,
-                             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], page_table.stride(0), H, G, eps, True,
-                             norms is not None, S, D, triton.next_power_of_2(D // 2), num_warps=1)
-    return out
-
-
-@jit
-def _keep_best(score, count):
-    """Which entries of each row of score [Q,P] are its `count` [Q,1] best, exactly; ties to the lower index. -> int32 0 or 1
-
-    A float's bits, its negative half turned over, order like unsigned integers; so the count-th largest is found bit by bit,
-    counting over the row, with no sort, and often long before the last bit.
-    """
-    bits = (score + 0.0).to(tl.uint32, bitcast=True)  # -0.0 becomes 0.0
-    key = tl.where(bits >> 31 != 0, ~bits, bits | 0x80000000)
-    cut, n_kept, bit = tl.zeros_like(count).to(tl.uint32), tl.zeros_like(count) + score.shape[1], tl.full([], 31, tl.int32)
-    while (tl.sum((n_kept != count).to(tl.int32)) > 0) & (bit >= 0):
-        trial = cut | (tl.full([], 1, tl.uint32) << bit.to(tl.uint32))
-        n = tl.sum((key >= trial).to(tl.int32), 1, keep_dims=True)
-        cut, n_kept = tl.where(n >= count, trial, cut), tl.where(n >= count, n, n_kept)
-        bit -= 1
-    keep = (key >= cut).to(tl.int32)
-    if bit < 0:  # maybe ties at the cut, and not room for all
-        tied = (key == cut).to(tl.int32)
-        keep = tl.where(tl.cumsum(tied, 1) * tied <= count - tl.sum(keep - tied, 1, keep_dims=True), keep, 0)
-    return keep
-
-
-@jit
-def _select_kernel(q, landmarks, table, lengths, budgets, scores, pages, counts, arrived, q_row, q_head, table_row, P, first,
-                   last, POOL: tl.constexpr, R: tl.constexpr, S: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-                   BP: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr):
-    """One program a (chunk of pages, KV head, row): score the chunk's pages by q . landmark. Of a row and head's programs the
-    one that finishes last keeps the exact `count` best, in ascending order: so choosing overlaps with other rows' scoring.
-    """
-    g, c, b, G = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(0)
-    length, d = tl.load(lengths + b), tl.arange(0, BD)
-    n_pages = (length + S - 1) // S
-    query = tl.zeros([BD], tl.float32)
-    for r in tl.static_range(R):
-        query += tl.load(q + b * q_row + (g * R + r) * q_head + d, d < D, 0.0).to(tl.float32)
-    scores += (b * G + g) * P
-    for start in tl.range(c * CHUNK, tl.minimum((c + 1) * CHUNK, n_pages), TILE):
-        p = start + tl.arange(0, TILE)
-        page = tl.load(table + b * table_row + p, p < n_pages, 0).to(tl.int64) * G + g
-        marks = tl.load(landmarks + page[:, None] * D + d, (p < n_pages)[:, None] & (d < D), 0.0)  # [TILE,BD]
-        tl.store(scores + p, tl.sum(marks.to(tl.float32) * query, 1), p < n_pages)
-    tl.debug_barrier()  # the whole chunk is written before it is counted as there
-    if tl.atomic_add(arrived + b * G + g, 1) == tl.num_programs(1) - 1:
-        tl.store(arrived + b * G + g, 0)  # ready for the next launch
-        p = tl.arange(0, BP)[None, :]
-        score = tl.load(scores + p, p < n_pages, float("-inf"), cache_modifier=".cg")
-        score = tl.where(((p < first) | (p >= n_pages - last)) & (p < n_pages), float("inf"), score)
-        count = tl.minimum(tl.maximum(tl.load(budgets + b), first + last), n_pages)
-        keep = _keep_best(score, tl.full([1, 1], 0, tl.int32) + count)                    # [1,BP]
-        place = pages + (b * G + g) * P + tl.cumsum(keep, 1) - 1
-        if POOL:
-            tl.store(place, tl.load(table + b * table_row + p, keep > 0, 0), keep > 0)
-            tl.store(counts + b * G + g, tl.sum(tl.where(keep > 0, tl.minimum(length - p * S, S), 0)))
-        else:
-            tl.store(place, p, keep > 0)
-            tl.store(counts + b, count)  # every head writes the same
-
-
-def select_pages_triton(q, landmarks, page_table, lengths, budgets, page_size=16, first=1, last=2, arrived=None, pool=False,
-                        chunk=256, tile=128, warps=4):
-    (B, H, D), G, P = q.shape, landmarks.shape[1], page_table.shape[1]
-    scores = torch.empty(B, G, P, device=q.device)
-    pages = torch.empty(B, G, P, dtype=torch.int32, device=q.device)
-    counts = torch.empty((B, G) if pool else (B,), dtype=torch.int32, device=q.device)
-    arrived = torch.zeros(B * G, dtype=torch.int32, device=q.device) if arrived is None else arrived
-    _select_kernel[G, triton.cdiv(P, chunk), B](
-        q, landmarks, page_table, lengths, budgets, scores, pages, counts, arrived, q.stride(0), q.stride(1),
-        page_table.stride(0), P, first, last, pool, H // G, page_size, D, triton.next_power_of_2(D), triton.next_power_of_2(P),
-        chunk, tile, num_warps=warps)
-    return pages, counts
-
-
-@jit
-def _attend_kernel(q, k_pages, v_pages, table, lengths, out, parts, stats, q_row, q_head, table_row, table_head, length_row,
-                   length_head, G, scale, R: tl.constexpr, BR: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
-                   BD: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr):
-    """One program a (row, KV head, split of the tokens): online softmax over its tiles, for the group's R queries at once.
-
-    A split with no tokens leaves weight 0. scale includes log2(e): powers of two are what the hardware has.
-    """
-    b, g, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    r, d, t = tl.arange(0, BR), tl.arange(0, BD), tl.arange(0, TILE)
-    length = tl.load(lengths + b * length_row + g * length_head)
-    per_split = tl.cdiv(tl.cdiv(length, TILE), SPLITS) * TILE
-    table += b * table_row + g * table_head
-    query = tl.load(q + b * q_row + (g * R + r[:, None]) * q_head + d, (r[:, None] < R) & (d < D), 0.0)  # [BR,BD]
-    best = tl.full([BR], float("-inf"), tl.float32)
-    weight, acc = tl.zeros([BR], tl.float32), tl.zeros([BR, BD], tl.float32)
-    for start in tl.range(split * per_split, tl.minimum((split + 1) * per_split, length), TILE, num_stages=STAGES):
-        j = start + t
-        page = tl.load(table + j // S, j < length, 0).to(tl.int64) * G + g
-        at = ((page * S + j % S) * D)[:, None] + d                                        # [TILE,BD] 64-bit offsets
-        ok = (j < length)[:, None] & (d < D)
-        key = tl.load(k_pages + at, ok, 0.0)
-        value = tl.load(v_pages + at, ok, 0.0)
-        score = tl.dot(query.to(key.dtype), tl.trans(key), input_precision="ieee") * scale  # [BR,TILE]
-        score = tl.where(j < length, score, float("-inf"))
-        top = tl.maximum(best, tl.max(score, 1))  # finite: every tile has a first token
-        p = tl.exp2(score - top[:, None])
-        fade = tl.exp2(best - top)
-        weight = weight * fade + tl.sum(p, 1)
-        acc = acc * fade[:, None] + tl.dot(p.to(value.dtype), value, input_precision="ieee")
-        best = top
-    if SPLITS == 1:
-        tl.store(out + ((b * G + g) * R + r[:, None]) * D + d, acc / weight[:, None], (r[:, None] < R) & (d < D))
-    else:
-        row = ((b * G + g) * SPLITS + split) * R + r
-        tl.store(parts + row[:, None] * D + d, acc, (r[:, None] < R) & (d < D))
-        tl.store(stats + row * 2, best, r < R)
-        tl.store(stats + row * 2 + 1, weight, r < R)
-
-
-@jit
-def _merge_kernel(parts, stats, out, R: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, SPLITS: tl.constexpr):
-    """One program a (row * KV head, query of the group): join the splits, each weighted by 2 to the power of its maximum."""
-    bg, r, d, s = tl.program_id(0), tl.program_id(1), tl.arange(0, BD), tl.arange(0, SPLITS)
-    row = (bg * SPLITS + s) * R + r
-    best, weight = tl.load(stats + row * 2), tl.load(stats + row * 2 + 1)
-    scale = tl.exp2(best - tl.max(best, 0))
-    acc = tl.load(parts + row[:, None] * D + d, d < D, 0.0)
-    result = tl.sum(acc * scale[:, None], 0) / tl.sum(weight * scale, 0)
-    tl.store(out + (bg * R + r) * D + d, result, d < D)
-
-
-def paged_attention_triton(q, k_pages, v_pages, page_table, lengths, splits=None, tile=64, warps=2, stages=5):
-    (B, H, D), (N, G, S, _), K = q.shape, k_pages.shape, page_table.shape[-1]
-    R, BD, per_head = H // G, triton.next_power_of_2(D), page_table.ndim == 3
-    if splits is None:  # about four programs a multiprocessor, and no split under a few tiles
-        programs = 4 * torch.cuda.get_device_properties(q.device).multi_processor_count
-        splits = max(1, min(32, programs // (B * G), K * S // 256))
-    splits = triton.next_power_of_2(splits)
+    if BD * k_pages.element_size() > 256:  # fp32: shared memory holds fewer
+        stages = 3
     out = torch.empty(B, H, D, dtype=q.dtype, device=q.device)
     parts = torch.empty(B, G, splits, R, D, device=q.device) if splits > 1 else out
     stats = torch.empty(B, G, splits, R, 2, device=q.device) if splits > 1 else out

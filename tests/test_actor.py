@@ -4,8 +4,8 @@ import math
 import pytest
 import torch
 
-from sparrow import (Actor, Model, Schedule, chunked_acceptance, sample_tokens, sample_uniforms, sparse_attend,
-                     token_logprobs)
+from sparrow import (SHAPES, Actor, Config, Model, Schedule, chunked_acceptance, model_shape, sample_tokens, sample_uniforms,
+                     sparse_attend, step_bytes, token_logprobs)
 from sparse_attn import DENSE
 
 SPARSE = Schedule((4, 5, 6, 7, 8), bin_tokens=24, page_size=4)  # pages of 4 tokens: a real choice from token 17 on
@@ -242,3 +242,52 @@ def test_uniforms_are_a_samples_own():
 def test_temperature_scales_both_sides(tiny, prompts):
     for r in actor_for(tiny).generate(prompts, 1, 40, 0.7, SPARSE):
         assert (teacher_forced(tiny, r, SPARSE, temperature=0.7) - r.logprobs).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("schedule", [None, Schedule((4, 5, 6), 12, 4)])
+def test_prefill_in_chunks_is_prefill_at_once(tiny, random_ids, schedule):
+    """Also of a recomputed row: a dense prompt, then tokens under their budgets; chunks end within the one and the other."""
+    actor, ids, found = actor_for(tiny), random_ids(61).tolist(), []
+    actor._follow(schedule or Schedule.fraction(1.0, actor.max_context, page_size=4))
+    with torch.no_grad():
+        for chunk in (8, 8192):
+            hidden = actor._prefill(ids, list(range(1, 17)), 21, chunk)
+            pools = *actor.k, *actor.v, *actor.landmarks
+            found.append([hidden, *(x[1:17].clone() for x in pools)])
+            for x in pools:
+                x.zero_()
+    for a, b in zip(*found):
+        assert (a - b).abs().max() < 1e-5
+
+
+def test_step_bytes_counts_every_weight_and_page_once(tiny):
+    c, page_size = tiny.config, 16
+    weights = sum(p.numel() for name, p in tiny.named_parameters() if p.ndim > 1 and "embed" not in name)
+    dense, sparse = Schedule.fraction(1.0, 1024), Schedule((5,), 10000)
+    assert step_bytes(c, 0, 1000, dense) == 2 * weights
+    mark = c.num_key_value_heads * c.head_dim
+    page = 2 * page_size * mark
+    assert step_bytes(c, 4, 1000, dense) == 2 * (weights + 4 * 3 * 63 * page)
+    assert step_bytes(c, 4, 1000, sparse, 2) == 2 * (weights + 4 * ((2 * 63 + 5) * page + 63 * mark))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_built_in_shapes_have_their_published_sizes(name):
+    """The number in the name is the number of parameters, embeddings included; "1.5B" is 1.54."""
+    c = Config.from_hf(model_shape(name))
+    with torch.device("meta"):
+        billions = sum(p.numel() for p in Model(c).parameters()) / 1e9
+    said = float(name.split("-")[1][:-1])
+    assert abs(billions / said - 1) < 0.1 and c.qk_norm == name.startswith("Qwen3")
+
+
+def test_fused_projections_follow_a_load(tiny):
+    """The decode step multiplies by the fused copy; loading new weights must reach it."""
+    actor = actor_for(tiny)
+    other = Model(tiny.config, tokenizer=None)
+    actor.load(other)
+    x = torch.randn(2, tiny.config.hidden_size)
+    for (qkv, gate_up), layer in zip(actor.fused, other.model.layers):
+        attn = layer.self_attn
+        assert torch.allclose(qkv(x), torch.cat([attn.q_proj(x), attn.k_proj(x), attn.v_proj(x)], -1), atol=1e-6)
+        assert torch.allclose(gate_up(x), torch.cat([layer.mlp.gate_proj(x), layer.mlp.up_proj(x)], -1), atol=1e-6)
