@@ -25,6 +25,7 @@ import atexit
 import builtins
 import ctypes
 import functools
+import gc
 import glob
 import itertools
 import json
@@ -391,9 +392,9 @@ def grade_math(response, answer):
     """1.0 if the final answer of `response` equals `answer`, else 0.0. Exact: no rounding, no tolerance.
 
     Tuples and intervals are compared item by item, with their brackets; sets, lists ("1, 2", "1 or 2", the two values
-    of \\pm) and unions without regard to order; matrices entry by entry; single values are read by math-verify, with every
-    decimal made a fraction first, and compared by sympy, for math-verify's own comparison rounds (it calls 1/2004! and
-    1/2006! equal). "x = 5" is 5. And:
+    of \\pm) and unions without regard to order; matrices entry by entry; single values are read by math-verify, with
+    every decimal made a fraction first, and compared by sympy, for math-verify's own comparison rounds (to it 1/2004!
+    and 1/2006! are equal). "x = 5" is 5. And:
 
       units    a unit (in \\text{}, a common one in plain words, degrees, \\$, the base of a numeral) may be missing on
                one side; two different ones are unequal: 5 cm is 5 and 5\\text{ cm}, but not 5 m. Nothing is converted.
@@ -684,17 +685,19 @@ def run_tests(code, tests, timeout=10.0, partial=False):
     The process that runs the program never holds what makes a pass. It is given input or arguments, and says what came
     out; *we* compare. Test code runs in a jail of its own: functions that it uses but does not define are called in the
     program's process, arguments and results going over as plain data. So exit codes, hooks, patched builtins, __eq__
-    and looks into memory or stack frames meet nothing. Verdicts bear a token drawn for the run, on the test jail's pipe.
+    and looks into memory or stack frames meet nothing. Verdicts bear a token drawn for the run, on the test jail's
+    pipe.
 
     Held off, where the kernel allows namespaces: the network, other processes, every file but Python's and the
     system's own (read-only), more than 64 MB of temporary space. Where it does not, bubblewrap and firejail are tried.
     Everywhere: limits on time, memory, file size, output and processes; no stdin, a clean environment, no privileges
     (root becomes a user of its own); and the whole group is killed at the end, and what left it.
 
-    Not held off: a fault in the kernel; load (memory is limited by the process, not by the jail). Without any fence
-    also: files that the user may read (the tests' own!), the network, attacks on other processes of the user, and
-    descendants that leave the group and wipe their environment. Run there only what you would run yourself.
-    Not supported in test code: objects of the program's classes, functions as arguments, arguments changed in place.
+    Not held off: a fault in the kernel; load (memory is limited by the process, not by the jail); test code that leaves
+    its judgement to a helper it does not define. Without any fence also: files that the user may read (the tests' too),
+    the network, attacks on other processes of the user, and descendants that leave the group and wipe their
+    environment: run there only what you would run yourself. Not supported in test code: objects of the program's
+    classes, functions as arguments, arguments changed in place.
     """
     programs, others, passed = [t for t in tests if "stdout" in t], [t for t in tests if "stdout" not in t], 0
     if programs:
@@ -710,21 +713,22 @@ def _run_programs(code, tests, timeout, partial):
     with _jail(timeout) as jail:
         end = time.monotonic() + timeout
         for test in tests:
-            reply = jail.ask(json.dumps({"code": code, "stdin": test["stdin"]}), end - time.monotonic())
-            right = reply is not None and _lines(_output(reply)) == _lines(test["stdout"])
+            line = jail.ask(json.dumps({"code": code, "stdin": test["stdin"]}), end - time.monotonic())
+            reply = _fields(line)
+            right = reply.get("ok") is True and _lines(reply.get("stdout")) == _lines(test["stdout"])
             passed += right
-            if reply is None or not (right or partial):
+            if line is None or not (right or partial):
                 break
         return passed, end - time.monotonic()
 
 
-def _output(reply):
-    """What a program printed, by a reply that may be anything."""
+def _fields(line):
+    """What a jail has said, which may be anything, as a dictionary."""
     try:
-        reply = json.loads(reply)
-        return reply["stdout"] if reply["ok"] else "\0"
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return "\0"
+        found = json.loads(line or "{}")
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _lines(text):
@@ -740,10 +744,10 @@ def _run_asserts(code, tests, timeout, partial):
             return 0
         line = json.dumps({"token": token, "tests": tests})
         while judged < len(tests) and (line := tester.ask(line, end - time.monotonic())) is not None:
-            message = json.loads(line)
+            message = _fields(line)
             if message.get("token") == token:
-                judged, passed, line = judged + 1, passed + message["passed"], "{}"
-                if not (message["passed"] or partial):
+                judged, passed, line = judged + 1, passed + (message["passed"] is True), "{}"
+                if passed < judged and not partial:
                     break
             elif (line := program.ask(line, end - time.monotonic())) is None:
                 break
@@ -792,10 +796,10 @@ def _fence():
     for fence in ("unshare", "bwrap", "firejail", "plain"):
         try:
             with _jail(10, fence) as jail:
-                works = _output(jail.ask('{"code": "import colorsys; print(6 * 7)", "stdin": ""}', 10)) == "42\n"
+                reply = jail.ask('{"code": "import colorsys; print(6 * 7)", "stdin": ""}', 10)
         except (OSError, RuntimeError):
             continue
-        if works:
+        if _fields(reply).get("stdout") == "42\n":
             if fence == "plain":
                 print("verify.py: neither namespaces nor bubblewrap nor firejail work here, so generated code can "
                       "reach files and the network (see verify.run_tests)", file=sys.stderr)
@@ -836,6 +840,7 @@ def _serve_jail():
     setup = json.loads(sys.stdin.buffer.readline())
     _lock_in(**setup)
     print("locked", flush=True)
+    gc.freeze()  # a child that ends need not look through what it got from us: half of its time
     while line := sys.stdin.buffer.readline():
         request = json.loads(line)
         files = [os.memfd_create(name) for name in ("in", "out")]
@@ -1108,7 +1113,7 @@ def sparsity(model, rollouts, schedule, temperature):
         with torch.no_grad():
             ids = torch.tensor([r.prompt_ids + r.ids], device=next(model.parameters()).device)
             states = model(ids, head=lambda hidden, _: hidden)[0, len(r.prompt_ids) - 1:-1]
-            alphas.append(chunked_acceptance(model.logits, states, r.hidden, temperature).cpu())
+            alphas.append(chunked_acceptance(model.logits, states, r.hidden.to(states.device), temperature).cpu())
         lengths = torch.arange(len(r.prompt_ids), len(r.prompt_ids) + len(r.ids))
         read, had = read + schedule.pages(lengths).sum().item(), had + schedule.have(lengths).sum().item()
     alpha = torch.cat(alphas)

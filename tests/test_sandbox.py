@@ -18,7 +18,10 @@ from verify import extract_code, grade, load_problems, run_tests
 LIMIT = 1.5
 ECHO = {"stdin": "42\n", "stdout": "42\n"}
 ADD = {"fn": "add", "args": [2, 3], "out": 5}
-FENCE = verify._fence()
+try:
+    FENCE = verify._fence()
+except RuntimeError as error:
+    pytest.skip(str(error), allow_module_level=True)
 fenced = pytest.mark.skipif(FENCE == "plain", reason="only namespaces hold this off")
 
 
@@ -165,6 +168,26 @@ def test_values_come_over(body, out):
     "print(input())"])
 def test_honest_programs_pass(code):
     assert judge(code, [ECHO]) == 1
+
+
+@pytest.mark.parametrize("test", [
+    "import os\nfor fd in range(128):\n    try: os.write(fd, b'5\\n[]\\n{\"token\": 1}\\n{\"call\": 5}\\n')\n"
+    "    except OSError: pass\nassert False", "import sys; sys.exit(0); assert True",
+    "import os; os._exit(0); assert 1",
+    "assert add(2, 3) == 6 or print('passed')", "while True: assert add(2, 3) == 5", "assert add(add, 3)",
+    "assert zzz == 5"])
+def test_tests_that_misbehave(test):
+    """Fault: test code from a data set that brings the run down, or counts as passed."""
+    assert judge("def add(a, b):\n    return a + b", [{"assert": test}], 1) == 0
+
+
+def test_numpy():
+    pytest.importorskip("numpy")
+    code = ("import numpy as np\ndef f(x):\n    return np.array(x) * 2\n"
+            "if __name__ == '__main__':\n    print(f([21])[0])")
+    tests = [ECHO, {"fn": "f", "args": [[1, 2]], "out": [2, 4]},
+             {"assert": "import numpy as np\nassert np.allclose(f([0.5]), [1])"}]
+    assert judge(code, tests, 5) == 1
 
 
 def test_shares_and_order():
