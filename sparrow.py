@@ -806,7 +806,7 @@ class Actor:
         """Device tensors, one row a lane; those in `own` belong to the sample and follow it through a preemption."""
         if self.lanes_made_for == (max_new, temperature, stop_ids):
             return
-        self.lanes_made_for, self.graphs = (max_new, temperature, stop_ids), {}
+        self.lanes_made_for, self.graphs, self.graph_memory = (max_new, temperature, stop_ids), {}, None
         self.max_new, self.temperature = max_new, temperature
         # How many tokens between two looks at the device: the tokens after a stop are wasted, but so is time spent waiting.
         self.burst = min(16, max(1, max_new // 64)) if self.device.type == "cuda" else 1
@@ -1088,7 +1088,7 @@ def step_bytes(config, rows, length, schedule, dense_layers=2, itemsize=2):
     return itemsize * (c.num_hidden_layers * layer + c.vocab_size * c.hidden_size + cache)
 
 
-def step_times(actor, rows, lengths, schedule, repeat=7):
+def step_times(actor, rows, lengths, schedule, repeat=5):
     """Median seconds of one decode step with `rows` rows of each of the lengths cached, under a schedule."""
     actor._follow(schedule)
     out = []

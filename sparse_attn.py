@@ -435,12 +435,12 @@ def paged_attention_triton(q, k_pages, v_pages, page_table, lengths, splits=None
     (B, H, D), (N, G, S, _), K = q.shape, k_pages.shape, page_table.shape[-1]
     R, BD, per_head, warps, stages = H // G, triton.next_power_of_2(D), page_table.ndim == 3, 2, 5
     if splits is None:
-        # Two programs a multiprocessor, each with many loads in flight, all run at once, share the bandwidth evenly and end
-        # together. More rows and heads than that: many short programs, so that the last round is small against the whole.
-        room = 2 * torch.cuda.get_device_properties(q.device).multi_processor_count
-        if B * G > room:
-            room, warps, stages = 8 * room, 4, 3
-        splits = max(1, min(32, room // (B * G), K * S // 256))
+        # Programs that all run at once share the bandwidth evenly and end together: two a multiprocessor with many loads in
+        # flight, up to five with fewer. Beyond that, many short ones, so that the last round is small against the whole.
+        sm = torch.cuda.get_device_properties(q.device).multi_processor_count
+        if B * G > 2 * sm:
+            warps, stages, splits = 4, 3, 1 if B * G <= 5 * sm else 16 * sm // (B * G)
+        splits = max(1, min(32, splits or 2 * sm // (B * G), K * S // 256))
         splits = 1 << (splits.bit_length() - 1)
     if BD * k_pages.element_size() > 256:  # fp32: shared memory holds fewer
         stages = 3
@@ -883,9 +883,10 @@ def bench(copies=4, S=16, D=128):
     print(f"{'rows x tokens, heads':24s}{'':26s}{'us':>8s}{'floor':>8s}{'ratio':>7s}{'GB/s':>7s}")
     for B, T, H, G in ((32, 32768, 16, 8), (32, 32768, 12, 2), (16, 32768, 32, 8), (64, 8192, 16, 8)):
         P, bf16 = T // S, dict(dtype=torch.bfloat16, device="cuda")
-        layers = [(torch.randn(B, H, D, **bf16), *(torch.randn(B * P, G, S, D, **bf16) for _ in range(2)),
-                   torch.randn(B * P, G, D, **bf16)) for _ in range(copies)]
-        table = torch.randperm(B * P, device="cuda").int().view(B, P)
+        N = B * P + 1  # with the actor's scratch page; pools of exactly 2**n bytes would also put K and V on the same channels
+        layers = [(torch.randn(B, H, D, **bf16), *(torch.randn(N, G, S, D, **bf16) for _ in range(2)),
+                   torch.randn(N, G, D, **bf16)) for _ in range(copies)]
+        table = (torch.randperm(B * P, device="cuda") + 1).int().view(B, P)
         n, arrived = torch.full((B,), T, dtype=torch.int32, device="cuda"), torch.zeros(B * G, dtype=torch.int32, device="cuda")
         kv, marks = 4 * B * G * T * D, 2 * B * G * P * D                                  # bytes of K and V, of the landmarks
         def row(name, size, call):
@@ -910,7 +911,7 @@ def peers(layers, table, n):
     """torch's SDPA over contiguous K and V of the same size, and FlashInfer's paged decode, if installed. -> (name, call)"""
     (B, H, D), (N, G, S, _), P = layers[0][0].shape, layers[0][1].shape, table.shape[1]
     def sdpa(q, k, v, m):
-        k, v = (x.view(B, P, G, S, D).view(B, G, P * S, D) for x in (k, v))  # other tokens than ours, as many bytes
+        k, v = (x[1:].view(B, G, P * S, D) for x in (k, v))  # other tokens than ours, as many bytes
         return F.scaled_dot_product_attention(q[:, :, None], k, v, enable_gqa=True)
     yield "SDPA, contiguous", sdpa
     try:

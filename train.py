@@ -37,7 +37,7 @@ from pathlib import Path
 
 from sparrow import (Actor, Config, Controller, Model, Rollout, Schedule, chunked_acceptance, encode_prompt,
                      gather_logprobs, tail, token_logprobs)
-from verify import grade, load_problems, parse_task
+from verify import grade_all, load_problems, parse_task
 
 import torch
 from tqdm import tqdm
@@ -59,7 +59,10 @@ FLAGS = [
     Flag("--model", None, "checkpoint folder or Hub name; without it, the built-in model"),
     Flag("--task", "countdown", "problems made up as needed: chain or countdown, or with sizes, as in chain:20,24,4",
          "chain:16,18,3"),
-    Flag("--data", None, "problems from a JSONL file instead (prompt, answer)"),
+    Flag("--data", None, "problems from a JSONL file instead, or hub:NAME[,CONFIG][:SPLIT]; kinds may be mixed"),
+    Flag("--code-timeout", 10.0, "seconds for all tests of one generated program"),
+    Flag("--code-reward", "all", "a program is worth 1 if it passes all tests, or the fraction passed",
+         choices=["all", "fraction"]),
     Flag("--chat", "auto", "wrap prompts in the tokenizer's chat template; auto: if it has one",
          choices=["auto", "on", "off"]),
     Flag("--out", "out", "folder for metrics, plot and checkpoints"),
@@ -93,6 +96,7 @@ FLAGS = [
          choices=["none", "tis", "mask"]),
     Flag("--cap", 2.0, "largest importance weight"),
     Flag("--adv", "std", "divide advantages by the group's standard deviation, or not", choices=["std", "none"]),
+    Flag("--overlong", 0, "soft penalty (DAPO): over the last n tokens before --max-new-tokens the reward sinks by up to 1"),
     Flag("--truncated", "keep", "responses cut off at --max-new-tokens: keep in the loss, or mask", choices=["keep", "mask"]),
     Flag("--grad-clip", 1.0, "largest gradient norm"),
     Flag("--weight-decay", 0.0, "of AdamW"),
@@ -145,7 +149,7 @@ def parse_args(argv=None):
 
 def _check_args(a, p):
     for key in ("steps prompts samples max_new_tokens rows page_size temperature lr minibatches cap micro_tokens warm_tokens "
-                "grad_clip eval_samples eval_every save_every warm_lr alpha_every").split():
+                "code_timeout grad_clip eval_samples eval_every save_every warm_lr alpha_every").split():
         if not getattr(a, key) > 0:
             p.error(f"--{key.replace('_', '-')} {getattr(a, key)}: must be above 0")
     for key, low, high in (("budget", 0, 1), ("tail", 0, 0.5)):
@@ -154,7 +158,7 @@ def _check_args(a, p):
     if not 0 <= a.tau < 1:
         p.error(f"--tau {a.tau}: must be in [0, 1); 0 holds the budget fixed")
     for key in ("pool_pages min_pages dense_layers warmup clip_low clip_high weight_decay warm_start warm_muon give_up "
-                "eval").split():
+                "eval overlong").split():
         if getattr(a, key) < 0:
             p.error(f"--{key.replace('_', '-')} {getattr(a, key)}: must not be negative")
     if a.device not in ("auto", "cpu", "cuda"):
@@ -167,6 +171,8 @@ def _check_args(a, p):
         p.error(str(error))
     if a.warm_start and (a.data or not task):
         p.error("--warm-start needs a procedural --task, which can write worked traces; with --data give --warm-start 0")
+    if a.overlong > a.max_new_tokens:
+        p.error(f"--overlong {a.overlong}: must not be over --max-new-tokens {a.max_new_tokens}")
     if a.samples == 1:
         p.error("--samples 1: a group of one has no spread, so nothing could be learned; give 2 or more")
 
@@ -521,10 +527,19 @@ def pick(problems, start, count, seed):
     return out
 
 
-def grade_all(rollouts, problems, n, tokenizer):
+def rewards_of(rollouts, problems, n, tokenizer, args):
     """Rewards, prompt-major. The text graded is the sampled ids' own, without special tokens."""
-    return [grade(tokenizer.decode(r.ids, skip_special_tokens=problems[i // n].kind != "chain"), problems[i // n])
-            for i, r in enumerate(rollouts)]
+    problems = [p for p in problems for _ in range(n)]
+    texts = [tokenizer.decode(r.ids, skip_special_tokens=p.kind != "chain") for r, p in zip(rollouts, problems)]
+    return grade_all(texts, problems, args.code_timeout, args.code_reward == "fraction", progress=True)
+
+
+def overlong_penalty(rollout, args):
+    """DAPO's soft punishment, 0 to 1: rises over the last --overlong tokens; a response that was cut off pays in full."""
+    if not args.overlong:
+        return 0.0
+    over = (len(rollout.ids) - (args.max_new_tokens - args.overlong)) / args.overlong
+    return 1.0 if rollout.finish == "length" else max(over, 0.0)
 
 
 def load_policy(args, out, device, checkpoint=None):
@@ -589,7 +604,7 @@ def evaluate(actor, policy, problems, args):
         return {}
     dense = Schedule.fraction(1.0, actor.max_context, page_size=args.page_size)
     rollouts = generate(actor, policy, problems, args.eval_samples, dense, (args.seed, 2**31), args)
-    rewards = grade_all(rollouts, problems, args.eval_samples, policy.tokenizer)
+    rewards = rewards_of(rollouts, problems, args.eval_samples, policy.tokenizer, args)
     return dict(eval=sum(rewards) / len(rewards), eval_length=sum(len(r.ids) for r in rollouts) / len(rollouts))
 
 
@@ -797,8 +812,8 @@ def main(argv=None):
         rollouts = generate(actor, policy, batch, n, schedule, (args.seed, done), args)
         # 2. grade, and compare within each prompt's group
         t1 = time.perf_counter()
-        rewards = grade_all(rollouts, batch, n, policy.tokenizer)
-        adv = advantages(rewards, n, args.adv).tolist()
+        rewards = rewards_of(rollouts, batch, n, policy.tokenizer, args)
+        adv = advantages([x - overlong_penalty(r, args) for x, r in zip(rewards, rollouts)], n, args.adv).tolist()
         # 3. groups without spread teach nothing; one sample of each still measures alpha, for all n
         t2 = time.perf_counter()
         spread = [any(adv[i - i % n:i - i % n + n]) for i in range(len(adv))]

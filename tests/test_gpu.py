@@ -80,3 +80,11 @@ def test_graph_replay_with_a_smaller_batch(policy, random_ids):
         a, b = (x.generate(prompts, 1, 60, 1.0, s, stop_ids=[5], seed=n) for x in (graphs, eager))
         assert sum(x.ids == y.ids for x, y in zip(a, b)) >= n - 1, "a batch of another size may round one sample away"
     assert graphs.graphs and not eager.graphs
+
+
+def test_graphs_are_captured_anew_for_another_length(policy, random_ids):
+    """A change of --max-new-tokens or temperature drops all graphs, and with them the memory they shared."""
+    actor = Actor(policy, rows=8, max_context=128)
+    for length, temperature in ((20, 1.0), (40, 1.0), (40, 0.5), (20, 1.0)):
+        rollouts = actor.generate([random_ids(9).tolist()], 8, length, temperature)
+        assert all(len(r.ids) == length for r in rollouts)
