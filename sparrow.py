@@ -51,8 +51,8 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from sparse_attn import (DENSE, add_norm, fill_kv, paged_attention, read_bandwidth, rms_norm, rope_append, rotate, sample_tokens,
-                         select_tables, silu_mul, sparse_attention)
+from sparse_attn import (DENSE, add_norm, fill_kv, paged_attention, read_bandwidth, rms_norm, rope_append, rotate,
+                         sample_tokens, select_tables, silu_mul, sparse_attention)
 
 # ---- model ------------------------------------------------------------------------------------------------------
 
@@ -378,6 +378,15 @@ def chunked_acceptance(project, p_hidden, q_hidden, temperature=1.0, chunk=1024)
     return torch.cat(parts) if parts else p_hidden.new_zeros(0, dtype=torch.float32)
 
 
+def rollout_alpha(model, rollout, temperature=1.0, every=1):
+    """alpha of the response tokens whose hidden states a rollout kept (`every`-th), against the dense policy, by one forward
+    pass -> [M]"""
+    with torch.no_grad():
+        ids = torch.tensor([rollout.prompt_ids + rollout.ids], device=next(model.parameters()).device)
+        states = model(ids, head=lambda hidden, _: hidden)[0, len(rollout.prompt_ids) - 1:-1]
+        return chunked_acceptance(model.logits, states[::every], rollout.hidden.to(states.device), temperature)
+
+
 def tail(alpha, mask=None, fraction=0.05):
     """The order statistic of rank ceil(fraction * n), smallest first, no interpolation. NaN is left out; none: NaN."""
     alpha = alpha[mask] if mask is not None else alpha.flatten()
@@ -488,6 +497,11 @@ class Schedule:
     def dense(self):
         """Does it read everything, whatever the length?"""
         return self.share == 1
+
+    def share_read(self, rollouts):
+        """Share of the cached pages that a query read, over all tokens of the rollouts."""
+        lengths = torch.cat([torch.arange(len(r.prompt_ids), len(r.prompt_ids) + len(r.ids)) for r in rollouts])
+        return (self.pages(lengths).sum() / self.have(lengths).sum()).item()
 
 
 def _ceil(x):
@@ -1217,19 +1231,12 @@ def main(argv=None):
                                   args.seed, progress=True)
     except (ValueError, OSError) as error:
         p.error(str(error))
-    alphas, read, had = [], 0, 0
     for i, r in enumerate(rollouts):
-        text = model.tokenizer.decode(r.ids, skip_special_tokens=True)
-        print(f"--- sample {i + 1}: {len(r.ids)} tokens, {r.finish}\n{text}")
-        with torch.no_grad():
-            ids = torch.tensor([r.prompt_ids + r.ids], device=device)
-            states = model(ids, head=lambda h, _: h)[0, len(prompt) - 1:-1]
-            alphas.append(chunked_acceptance(model.logits, states, r.hidden, args.temperature or 1.0))
-        lengths = torch.arange(len(prompt), len(prompt) + len(r.ids))
-        read, had = read + schedule.pages(lengths).sum().item(), had + schedule.have(lengths).sum().item()
-    alpha = torch.cat(alphas)
-    print(f"--- read {read / had:.0%} of the cached pages; alpha against the dense policy: mean {alpha.mean():.4f}, "
-          f"5% quantile {tail(alpha):.3f}, 1% quantile {tail(alpha, fraction=0.01):.3f}, lowest {alpha.min():.3f}")
+        print(f"--- sample {i + 1}: {len(r.ids)} tokens, {r.finish}\n{model.tokenizer.decode(r.ids, skip_special_tokens=True)}")
+    alpha = torch.cat([rollout_alpha(model, r, args.temperature or 1.0) for r in rollouts])
+    print(f"--- read {schedule.share_read(rollouts):.0%} of the cached pages; alpha against the dense policy: mean "
+          f"{alpha.mean():.4f}, 5% quantile {tail(alpha):.3f}, 1% quantile {tail(alpha, fraction=0.01):.3f}, lowest "
+          f"{alpha.min():.3f}")
 
 
 if __name__ == "__main__":

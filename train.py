@@ -621,13 +621,8 @@ def alpha_metrics(rows, start, args):
 
 def budget_metrics(rollouts, schedule):
     """What the actor read: pages per bin, and the share of the cached pages over all tokens generated."""
-    read = had = 0
-    for r in rollouts:
-        lengths = torch.arange(len(r.prompt_ids), len(r.prompt_ids) + len(r.ids))
-        read += schedule.pages(lengths).sum().item()
-        had += schedule.have(lengths).sum().item()
-    return dict(kv_read=read / had,
-                pages_by_bin=[schedule.pages(schedule.bin_tokens * (i + 1)) for i in range(len(schedule.bins))])
+    ends = [schedule.bin_tokens * (i + 1) for i in range(len(schedule.bins))]
+    return dict(kv_read=schedule.share_read(rollouts), pages_by_bin=[schedule.pages(end) for end in ends])
 
 
 # ---- checkpoints ------------------------------------------------------------------------------------------------

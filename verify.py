@@ -686,7 +686,7 @@ def run_tests(code, tests, timeout=10.0, partial=False):
     out; *we* compare. Test code runs in a jail of its own: functions that it uses but does not define are called in the
     program's process, arguments and results going over as plain data. So exit codes, hooks, patched builtins, __eq__
     and looks into memory or stack frames meet nothing. Verdicts bear a token drawn for the run, on the test jail's
-    pipe.
+    pipe. Linux only.
 
     Held off, where the kernel allows namespaces: the network, other processes, every file but Python's and the
     system's own (read-only), more than 64 MB of temporary space. Where it does not, bubblewrap and firejail are tried.
@@ -1107,17 +1107,9 @@ def _by(n, items):
 def sparsity(model, rollouts, schedule, temperature):
     """How far the sparse actor is from the dense policy on its own samples, and what it read."""
     import torch
-    from sparrow import chunked_acceptance, tail
-    alphas, read, had = [], 0, 0
-    for r in rollouts:
-        with torch.no_grad():
-            ids = torch.tensor([r.prompt_ids + r.ids], device=next(model.parameters()).device)
-            states = model(ids, head=lambda hidden, _: hidden)[0, len(r.prompt_ids) - 1:-1]
-            alphas.append(chunked_acceptance(model.logits, states, r.hidden.to(states.device), temperature).cpu())
-        lengths = torch.arange(len(r.prompt_ids), len(r.prompt_ids) + len(r.ids))
-        read, had = read + schedule.pages(lengths).sum().item(), had + schedule.have(lengths).sum().item()
-    alpha = torch.cat(alphas)
-    return dict(kv_read=read / had, alpha_mean=alpha.mean().item(), alpha_tail_5=tail(alpha),
+    from sparrow import rollout_alpha, tail
+    alpha = torch.cat([rollout_alpha(model, r, temperature) for r in rollouts])
+    return dict(kv_read=schedule.share_read(rollouts), alpha_mean=alpha.mean().item(), alpha_tail_5=tail(alpha),
                 alpha_tail_1=tail(alpha, fraction=0.01))
 
 

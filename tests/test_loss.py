@@ -1,6 +1,7 @@
 """Advantages, the loss and the update. Right values are computed by hand or from full logits."""
 import copy
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import train
 from sparrow import Actor, Rollout, Schedule, acceptance, sparse_attend, token_logprobs
 from sparse_attn import DENSE
 from train import Scored, advantages, make_batches, policy_loss, policy_pass, update_policy
+from verify import Problem
 
 SPARSE = Schedule((4, 5, 6, 7, 8), bin_tokens=24, page_size=4)
 
@@ -219,3 +221,24 @@ def test_muon_is_torchs_in_fp32(shape):
             p.grad = grad.clone()
             optimizer.step()
     assert (ours - theirs).abs().max() < 0.02 * (ours - start).abs().max()
+
+
+def test_overlong_penalty_rises_over_the_last_tokens():
+    """DAPO's soft punishment, with 100 tokens allowed and the last 20 of them penalised."""
+    args = SimpleNamespace(max_new_tokens=100, overlong=20)
+    def penalty(n, finish="stop"):
+        return train.overlong_penalty(Rollout([1], [2] * n, torch.zeros(n), None, finish), args)
+    assert [penalty(n) for n in (1, 80, 85, 90, 100)] == [0, 0, 0.25, 0.5, 1.0]
+    assert penalty(100, "length") == 1.0
+    args.overlong = 0
+    assert penalty(100, "length") == 0.0
+
+
+def test_rewards_of_mixed_kinds_keep_their_order():
+    """Math, countdown and chain answers in one step, graded in parallel: each by its own checker."""
+    problems = [Problem("", "1/2"), Problem("", "6", "countdown", (2, 3)), Problem("", "a1b2", "chain")]
+    texts = ["\\boxed{0.5}", "\\boxed{0.4}", "\\boxed{2*3}", "\\boxed{6}", "#a1b2.", "#a1b3."]
+    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: texts[ids[0]])
+    rollouts = [Rollout([1], [i], torch.zeros(1), None, "stop") for i in range(6)]
+    args = SimpleNamespace(code_timeout=5.0, code_reward="all")
+    assert train.rewards_of(rollouts, problems, 2, tokenizer, args) == [1, 0, 1, 0, 1, 0.5]
