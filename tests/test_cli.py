@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
+import verify
 from sparrow import Model
 
 SMALL = ("--device cpu --task chain:4,4,2 --warm-start 2 --warm-tokens 500 --prompts 2 --samples 2 --max-new-tokens 24 "
@@ -79,7 +80,7 @@ def test_from_a_shell_there_is_no_traceback():
     assert done.returncode == 2 and "unrecognized arguments: --stepz 3" in done.stderr and "Traceback" not in done.stderr
 
 
-def text_reward(response, problem):
+def text_reward(response, problem, *how):
     """Something to learn for an untrained model: a hash of the text."""
     return zlib.crc32(response.encode()) % 1000 / 1000
 
@@ -89,7 +90,7 @@ def straight(tmp_path_factory):
     """The folder of four steps in one go, under the stand-in reward."""
     out, seen = tmp_path_factory.mktemp("straight"), set()
     with pytest.MonkeyPatch.context() as patch, open(out / "printed", "w") as printed, redirect_stdout(printed):
-        patch.setattr(train, "grade", lambda text, problem: seen.add(problem.prompt) or text_reward(text, problem))
+        patch.setattr(verify, "grade", lambda text, problem, *how: seen.add(problem.prompt) or text_reward(text, problem))
         run(out, "--steps", 4)
     assert len(seen) == 4 * 2 + 2, "every step its own problems, and the held-out ones apart"
     return out
@@ -125,7 +126,7 @@ def test_the_checkpoint_opens_in_transformers(straight):
 
 def test_resume_is_exact(straight, tmp_path, monkeypatch, capsys):
     """Fault: a resumed run repeats or skips problems, draws, budgets or the optimizer's state. Bitwise on a CPU."""
-    monkeypatch.setattr(train, "grade", text_reward)
+    monkeypatch.setattr(verify, "grade", text_reward)
     run(tmp_path, "--steps", 2)
     assert "--lr" in refusal(capsys, "--resume", "--out", tmp_path, "--lr", "0.5"), "a changed flag is named"
     train.main(["--resume", "--out", str(tmp_path), "--steps", "4"])
@@ -137,7 +138,7 @@ def test_resume_is_exact(straight, tmp_path, monkeypatch, capsys):
 
 def test_constant_rewards_change_nothing_and_are_measured(straight, tmp_path, monkeypatch):
     """Fault: 0/0 when no group has any spread; and then nothing left to steer by. Reuses the warm start."""
-    monkeypatch.setattr(train, "grade", lambda response, problem: 1.0)
+    monkeypatch.setattr(verify, "grade", lambda response, problem, *how: 1.0)
     run(tmp_path, "--steps", 1, "--warm-dir", straight / "warm", "--weight-decay", 0.1)
     before, after, m = weights(straight / "warm"), weights(tmp_path / "step-000001"), metrics(tmp_path)[1]
     assert all(torch.equal(before[name], after[name]) for name in before)
