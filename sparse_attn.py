@@ -856,19 +856,23 @@ def read_bandwidth(size=2**32):
     return size / best
 
 
-def timed(calls, repeat=15):
-    """Median seconds of one of `calls`, launched one after another as a CUDA graph. Give as many inputs as outgrow the cache."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph, times = torch.cuda.CUDAGraph(), []
-    with torch.cuda.graph(graph):
+def timed(calls, repeat=15, graph=True):
+    """Median seconds of one of `calls`, launched one after another, as a CUDA graph unless they cannot be captured. Give so
+    many inputs that together they outgrow the cache."""
+    def run():
         for call in calls:
             call()
-    for _ in range(repeat + 2):
+    run()
+    torch.cuda.synchronize()
+    if graph:
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            run()
+    times = []
+    for _ in range(repeat + 2):  # the first two warm up
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        graph.replay()
+        captured.replay() if graph else run()
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) / 1e3 / len(calls))
@@ -883,7 +887,7 @@ def bench(copies=4, S=16, D=128):
     print(f"{'rows x tokens, heads':24s}{'':26s}{'us':>8s}{'floor':>8s}{'ratio':>7s}{'GB/s':>7s}")
     for B, T, H, G in ((32, 32768, 16, 8), (32, 32768, 12, 2), (16, 32768, 32, 8), (64, 8192, 16, 8)):
         P, bf16 = T // S, dict(dtype=torch.bfloat16, device="cuda")
-        N = B * P + 1  # with the actor's scratch page; pools of exactly 2**n bytes would also put K and V on the same channels
+        N = B * P + 1  # as the actor's, with its scratch page; pools of exactly 2**n bytes may read slower
         layers = [(torch.randn(B, H, D, **bf16), *(torch.randn(N, G, S, D, **bf16) for _ in range(2)),
                    torch.randn(N, G, D, **bf16)) for _ in range(copies)]
         table = (torch.randperm(B * P, device="cuda") + 1).int().view(B, P)
@@ -905,6 +909,21 @@ def bench(copies=4, S=16, D=128):
             row(f"attend {K} pages", kv * K // P, lambda q, k, v, m: paged_attention(q, k, v, *chosen[id(q)]))
             row(f"sparse, {K} pages, whole", marks + kv * K // P,
                 lambda q, k, v, m: paged_attention(q, k, v, *select(q, k, v, m)))
+
+
+def bench_teaching(T=8192, H=16, G=8, D=128):
+    """Forward and backward over one sequence, a tenth of the pages (32 at least), against dense causal attention."""
+    q, k, v = (torch.randn(1, n, T, D, dtype=torch.bfloat16, device="cuda", requires_grad=True) for n in (H, G, G))
+    budgets = (torch.arange(T, device="cuda") // 160 + 1).clamp(min=32).int()
+    found = {}
+    for name, attend in (("SDPA", lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)),
+                         ("sparse_attention", lambda: sparse_attention(q, k, v, budgets))):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        found[name] = timed([lambda: torch.autograd.grad(attend(), (q, k, v), torch.ones_like(q))], graph=False)
+        print(f"forward + backward, {T:,} tokens, {H}/{G}: {name} {found[name] * 1e3:.2f} ms, "
+              f"{(torch.cuda.max_memory_allocated() - before) / 2**20:,.0f} MiB")
+    print(f"  ratio {found['sparse_attention'] / found['SDPA']:.2f}")
 
 
 def peers(layers, table, n):
@@ -962,6 +981,7 @@ def main():
     check()
     if torch.cuda.is_available():
         bench()
+        bench_teaching()
     else:
         print("no CUDA GPU here, so nothing is timed: kernels, GB/s and ratios to the byte floor need one")
 
