@@ -1120,6 +1120,21 @@ def step_times(actor, rows, lengths, schedule, repeat=5):
     return out
 
 
+def profile_step(actor, rows, length, schedule):
+    """Where one decode step's time goes, kernel by kernel; what is missing to the step's own time is gaps between them."""
+    from torch.profiler import ProfilerActivity, profile
+    seconds = step_times(actor, rows, [length], schedule)[0]
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        actor.own["lengths"][:rows] = length - 1
+        actor._replay(rows)
+        torch.cuda.synchronize()
+    kernels = sorted(seen.key_averages(), key=lambda k: -k.device_time_total)
+    print(f"  a step of {1e6 * seconds:,.0f} us: {sum(k.count for k in kernels)} launches, "
+          f"{sum(k.device_time_total for k in kernels):,.0f} us in kernels")
+    for k in kernels[:12]:
+        print(f"{k.device_time_total:12.0f} us {k.count:5d} x {k.device_time_total / k.count:8.2f}  {k.key[:80]}")
+
+
 def bench(args):
     """Step times over context length for dense, --budget and a published schedule; beside each, its byte floor."""
     if not torch.cuda.is_available():
@@ -1157,6 +1172,9 @@ def bench(args):
         gain, bound = (totals["dense"][i] / totals[mode][i] for i in (0, 1))
         print(f"{mode}: a rollout to {lengths[-1]} tokens is {gain:.2f}x as fast as dense; the byte floors' ratio is {bound:.2f} "
               f"({gain / bound:.0%} of it)")
+    for mode in modes if args.profile else ():
+        print(f"{mode}, {lengths[-1]} tokens cached:")
+        profile_step(actor, rows, lengths[-1], modes[mode])
     print(f"memory: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB, of it the page pool {actor.pool_bytes / 2**30:.1f}")
     if args.peer:
         model = actor.model
@@ -1210,6 +1228,7 @@ def main(argv=None):
     p.add_argument("--rows", type=int, default=16, help="--bench: rows decoded at once (default 16)")
     p.add_argument("--context", type=int, default=32768, help="--bench: longest context (default 32768)")
     p.add_argument("--every", type=int, default=1, help="--bench: print every so many multiples of 2048 tokens (default 1)")
+    p.add_argument("--profile", action="store_true", help="--bench: where a step's time goes, kernel by kernel")
     p.add_argument("--peer", action="store_true", help="--bench: also time transformers' generate near 2,048 tokens")
     args = p.parse_args(argv)
     if not args.bench and args.prompt is None:
