@@ -1163,7 +1163,8 @@ def bench(args):
     for mode, schedule in modes.items():
         measured = step_times(actor, rows, lengths, schedule)
         floors = [step_bytes(c, rows, n, schedule, args.dense_layers) / bandwidth for n in lengths]
-        total, floor = (np.trapezoid([t[0], *t], [0, *lengths]) for t in (measured, floors))
+        at = torch.tensor([0, *lengths], dtype=torch.float64)
+        total, floor = (torch.trapezoid(torch.tensor([t[0], *t]).double(), at).item() for t in (measured, floors))
         totals[mode] = total, floor
         print(f"{mode:>22s}" + "".join(f"{1e3 * t:8.2f}" for t in measured[::args.every])
               + f"   {total:7.1f} {floor:7.1f} {total / floor:5.2f} {rows * lengths[-1] / total:8,.0f}")

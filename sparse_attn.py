@@ -18,9 +18,14 @@ may keep, its *budget*, is a number per row and per token: `sparrow.Schedule` de
                       differentiable. What decoding gave token by token, this gives in one pass; so it can score a
                       rollout, train the sparse actor, and refill the cache of a row that was pushed out of memory.
 
-Each operation has a PyTorch reference, `*_ref`, written to be read, and those of the decode step a Triton kernel,
-`*_triton`, of the same signature. The unsuffixed name is what the rest of the project calls; it asserts shapes and
-types first, then picks the implementation for the device.
+A decode step has a few more operations between its matrix products, and a draw at its end:
+
+    rope_append       append_kv with the norms and the rotation before it        add_norm, silu_mul, sample_tokens
+    select_tables     select_pages in the form that paged_attention reads fastest
+
+Each operation has a PyTorch reference, `*_ref`, written to be read, and a Triton kernel, `*_triton`, of the same
+signature. The unsuffixed name is what the rest of the project calls; it asserts shapes and types first, then picks the
+implementation for the device. Read the references first, then the names at the end, then the kernels.
 
 Shape legend: B rows, T tokens, H query heads, G KV heads, R = H/G query heads per KV head, D head dim, N pages in the
 pool, P pages of a row (the page table's width), S page size, K selected pages.
