@@ -33,6 +33,7 @@ import math
 import os
 import time
 from collections import deque
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -116,8 +117,11 @@ def rope_frequencies(hf, head_dim):
 
 class Linear(nn.Linear):
     """Computes in the type of its input, whatever the weights are kept in (fp32 masters, bf16 compute)."""
+    lora = None  # (A [r,in], B [out,r]) inside `lora_on`
+
     def forward(self, x):
-        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+        y = F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+        return y if self.lora is None else y + F.linear(F.linear(x, self.lora[0].to(x.dtype)), self.lora[1].to(x.dtype))
 
 
 class RMSNorm(nn.Module):
@@ -332,6 +336,38 @@ def read_weights(folder, model, device):
     return state
 
 
+# ---- LoRA: what the sparse actor has and the policy has not --------------------------------------------------------
+
+
+def make_lora(model, rank, seed=0):
+    """Low-rank additions W + B A (Hu et al., 2021) for every projection of the layers -> {parameter name: (A [r,in], B
+    [out,r])}, fp32 leaves that require gradients. B is 0: at first nothing is added."""
+    g, lora = torch.Generator().manual_seed(seed), {}
+    for name, p in model.named_parameters():
+        if p.ndim == 2 and ".layers." in name:
+            A = torch.randn(rank, p.shape[1], generator=g) * p.shape[1]**-0.5
+            lora[name] = tuple(x.to(p.device).requires_grad_() for x in (A, torch.zeros(p.shape[0], rank)))
+    return lora
+
+
+@contextmanager
+def lora_on(model, lora):
+    """Inside, `model` computes with its low-rank additions, and only they learn. Backward passes belong inside too: they
+    recompute layers."""
+    learning = [p for p in model.parameters() if p.requires_grad]
+    for p in learning:
+        p.requires_grad_(False)
+    for name, pair in lora.items():
+        model.get_submodule(name.removesuffix(".weight")).lora = pair
+    try:
+        yield
+    finally:
+        for name in lora:
+            del model.get_submodule(name.removesuffix(".weight")).lora
+        for p in learning:
+            p.requires_grad_(True)
+
+
 # ---- mismatch: log-probs, acceptance, its tail ------------------------------------------------------------------
 
 
@@ -376,6 +412,17 @@ def chunked_acceptance(project, p_hidden, q_hidden, temperature=1.0, chunk=1024)
     parts = [acceptance(project(p).float() / temperature, project(q).float() / temperature)
              for p, q in zip(p_hidden.split(chunk), q_hidden.split(chunk))]
     return torch.cat(parts) if parts else p_hidden.new_zeros(0, dtype=torch.float32)
+
+
+def chunked_kl(project, q_hidden, p_hidden, temperature=1.0, chunk=1024):
+    """KL(q || p) over the full vocabulary from two last hidden states [M,d], a chunk at a time, also in the backward pass.
+    Differentiable in q; p is a constant. -> [M] fp32"""
+    def piece(q, p):
+        logq = (project(q).float() / temperature).log_softmax(-1)
+        with torch.no_grad():
+            logp = (project(p).float() / temperature).log_softmax(-1)
+        return (logq.exp() * (logq - logp)).sum(-1)
+    return torch.cat([checkpoint(piece, q, p, use_reentrant=False) for q, p in zip(q_hidden.split(chunk), p_hidden.split(chunk))])
 
 
 def rollout_alpha(model, rollout, temperature=1.0, every=1):
@@ -522,14 +569,16 @@ class Controller:
     Old evidence fades when the budget it was gathered under moves. The budget applied is the running maximum over
     bins: later positions never read less. A bin nobody reached holds its start or its neighbour's.
 
+    control="mean" holds the mean of the violation 1 - alpha at epsilon instead, for comparison: e is then that mean, not a rate.
+
     Without the two guards on release and the running maximum, this is adaptive conformal inference (Gibbs and Candes,
     2021) with its bound: mean exceedance <= epsilon + (u_max + eta - u_1) / (eta * steps) for any sequence whatever.
     The guards forfeit the proof; and no rule on alpha *proves* that RL is stable.
     """
     ETA, DECAY, FADE, MAX_RELEASE, MIN_SEQUENCES = 5.0, 0.8, 0.2, 0.10, 4
 
-    def __init__(self, schedule, tau=0.86, epsilon=0.05, min_pages=None):
-        self.start, self.schedule, self.tau, self.epsilon = schedule, schedule, tau, epsilon
+    def __init__(self, schedule, tau=0.86, epsilon=0.05, min_pages=None, control="tail"):
+        self.start, self.schedule, self.tau, self.epsilon, self.control = schedule, schedule, tau, epsilon, control
         size, n = schedule.page_size, len(schedule.bins)
         ends = torch.arange(1, n + 1, dtype=torch.float64) * schedule.bin_tokens
         self.high = ((ends / size).ceil() * size).log()                     # everything, at the bin's upper edge
@@ -581,7 +630,8 @@ class Controller:
         mask = mask & ~alpha.isnan()
         bin_of = (positions // self.start.bin_tokens).clamp(0, n_bins - 1).long()                      # [N,T]
         per_row = torch.zeros(2, N, n_bins, dtype=torch.float64, device=alpha.device)
-        per_row[0].scatter_add_(1, bin_of, (mask & (alpha < self.tau)).double())
+        violation = alpha < self.tau if self.control == "tail" else 1 - alpha.double().clamp(0, 1)
+        per_row[0].scatter_add_(1, bin_of, violation.double().masked_fill(~mask, 0))
         per_row[1].scatter_add_(1, bin_of, mask.double())
         if weight is not None:
             per_row *= weight.to(per_row)[:, None]

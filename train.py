@@ -20,7 +20,8 @@ alpha = sum_v min(p(v), q(v)) stays above `--tau` (see sparrow.Controller).
 Deviations from the paper:
  1. The schedule is found while training, by a controller; theirs comes from an offline sweep (`--schedule` takes it).
  2. alpha is exact, over the whole vocabulary; their engine sees the top 20 of each side.
- 3. One advantage estimator more: `--adv none` (Dr. GRPO). Groups without spread are dropped, but still measured.
+ 3. More to compare with: `--adv none` (Dr. GRPO), `--correction`, `--control mean`, `--kl-ref`. Groups without spread are
+    dropped, but still measured.
  4. The built-in model reads its tail at 1%, not 5%: its traces are near-deterministic, and fewer than 5% of the tokens
     decide anything.
 """
@@ -68,10 +69,11 @@ FLAGS = [
     Flag("--out", "out", "folder for metrics, plot and checkpoints"),
     Flag("--steps", 200, "GRPO steps", 16),
     Flag("--seed", 0, "seeds problems, samples and weights"),
-    Flag("--device", "auto", "auto, cpu or cuda"),
+    Flag("--device", "auto", "where to run", choices=["auto", "cpu", "cuda"]),
     # rollouts
     Flag("--prompts", 32, "prompts a step", 8),
     Flag("--samples", 8, "samples a prompt: the group that rewards are compared within"),
+    Flag("--oversample", 1, "draw so many times --samples a prompt and keep the best by reward (the paper's Appendix A)"),
     Flag("--max-new-tokens", 1024, "longest response", 180),
     Flag("--temperature", 1.0, "of sampling, and of every distribution compared"),
     Flag("--rows", 256, "sequences decoded at once", 64),
@@ -82,6 +84,9 @@ FLAGS = [
     Flag("--tau", 0.86, "the controller keeps the tail of alpha above this; 0: the budget stays as it is"),
     Flag("--tail", 0.05, "the fraction of tokens that may lie below tau. Near-deterministic traces need less: in the "
          "built-in task fewer than 5%% of the tokens decide anything", 0.01),
+    Flag("--control", "tail", "what the controller holds: --tail of the tokens below --tau, or the mean at --mean-alpha",
+         choices=["tail", "mean"]),
+    Flag("--mean-alpha", 0.975, "mean of alpha that --control mean holds", 0.995),
     Flag("--page-size", 16, "tokens in a KV page"),
     Flag("--min-pages", 32, "floor of --budget and of the controller", 4),
     Flag("--dense-layers", 2, "first layers that stay dense", 1),
@@ -92,9 +97,14 @@ FLAGS = [
     Flag("--minibatches", 1, "optimizer steps a rollout is split into"),
     Flag("--clip-low", 0.2, "lower clip of the ratio"),
     Flag("--clip-high", 0.28, "upper clip of the ratio"),
-    Flag("--correction", "tis", "of actor-policy mismatch: none, tis (truncate at --cap), mask (drop outside 1/cap..cap)",
-         choices=["none", "tis", "mask"]),
+    Flag("--correction", "tis", "of actor-policy mismatch, by importance weights: none; tis (truncated at --cap); mask (drop "
+         "outside --floor..--cap); seq (one a sequence); jackpot (rejection sampling); tv (drop where 1 - alpha is over "
+         "--max-tv)", choices=["none", "tis", "mask", "seq", "jackpot", "tv"]),
     Flag("--cap", 2.0, "largest importance weight"),
+    Flag("--floor", 0.5, "least importance weight of --correction mask"),
+    Flag("--max-tv", 0.14, "largest total variation 1 - alpha of --correction tv"),
+    Flag("--kl-ref", 0.0, "weight of a KL term (k3) to the starting policy; costs a second copy of the fp32 weights in memory, "
+         "and a forward pass"),
     Flag("--adv", "std", "divide advantages by the group's standard deviation, or not", choices=["std", "none"]),
     Flag("--overlong", 0, "soft penalty (DAPO): over the last n tokens before --max-new-tokens the reward sinks by up to 1"),
     Flag("--truncated", "keep", "responses cut off at --max-new-tokens: keep in the loss, or mask", choices=["keep", "mask"]),
@@ -127,9 +137,13 @@ def parse_args(argv=None):
         note = f" (default {f.default}" + (")" if f.builtin is None else f"; {f.builtin} for the built-in model)")
         p.add_argument(f.name, type=kind, choices=f.choices, metavar=kind.__name__.upper(), help=f.help + note)
     p.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out, with its flags")
+    p.add_argument("--plot", nargs="+", metavar="DIR", help="train nothing: draw these runs' metrics side by side; runs that "
+                   "differ in their seed only become one line (mean) and band (least to largest)")
+    p.add_argument("--plot-out", default="runs.png", metavar="FILE", help="where --plot draws (default runs.png)")
     args = p.parse_args(argv)
-    args.parser = p
-    saved = {}
+    args.parser, saved = p, {}
+    if args.plot:
+        return args
     if args.resume:
         config = Path(args.out or defaults["out"]) / "config.json"
         if not config.exists():
@@ -148,21 +162,19 @@ def parse_args(argv=None):
 
 
 def _check_args(a, p):
-    for key in ("steps prompts samples max_new_tokens rows page_size temperature lr minibatches cap micro_tokens warm_tokens "
-                "code_timeout grad_clip eval_samples eval_every save_every warm_lr alpha_every").split():
+    for key in ("steps prompts samples oversample max_new_tokens rows page_size temperature lr minibatches cap micro_tokens "
+                "warm_tokens code_timeout grad_clip eval_samples eval_every save_every warm_lr alpha_every").split():
         if not getattr(a, key) > 0:
             p.error(f"--{key.replace('_', '-')} {getattr(a, key)}: must be above 0")
-    for key, low, high in (("budget", 0, 1), ("tail", 0, 0.5)):
-        if not low < getattr(a, key) <= high:
-            p.error(f"--{key} {getattr(a, key)}: must be in ({low}, {high}]")
+    for key, high in (("budget", 1), ("tail", 0.5), ("mean_alpha", 0.9999), ("max_tv", 1), ("floor", a.cap)):
+        if not 0 < getattr(a, key) <= high:
+            p.error(f"--{key.replace('_', '-')} {getattr(a, key)}: must be in (0, {high}]")
     if not 0 <= a.tau < 1:
         p.error(f"--tau {a.tau}: must be in [0, 1); 0 holds the budget fixed")
     for key in ("pool_pages min_pages dense_layers warmup clip_low clip_high weight_decay warm_start warm_muon give_up "
-                "eval overlong").split():
+                "eval overlong kl_ref").split():
         if getattr(a, key) < 0:
             p.error(f"--{key.replace('_', '-')} {getattr(a, key)}: must not be negative")
-    if a.device not in ("auto", "cpu", "cuda"):
-        p.error(f"--device {a.device}: give auto, cpu or cuda")
     if a.device == "cuda" and not torch.cuda.is_available():
         p.error("--device cuda: PyTorch sees no CUDA GPU here")
     try:
@@ -173,6 +185,8 @@ def _check_args(a, p):
         p.error("--warm-start needs a procedural --task, which can write worked traces; with --data give --warm-start 0")
     if a.overlong > a.max_new_tokens:
         p.error(f"--overlong {a.overlong}: must not be over --max-new-tokens {a.max_new_tokens}")
+    if a.correction in ("jackpot", "tv") and a.alpha_every > 1:
+        p.error(f"--correction {a.correction} needs alpha at every token: give --alpha-every 1, not {a.alpha_every}")
     if a.samples == 1:
         p.error("--samples 1: a group of one has no spread, so nothing could be learned; give 2 or more")
 
@@ -194,36 +208,72 @@ def advantages(rewards, group_size, scale="std"):
     return a.masked_fill(flat, 0).flatten()
 
 
+def best_of(rewards, drawn, n):
+    """Indices of the n best of every `drawn` in a row, in their order; ties to the earlier. --oversample keeps these."""
+    starts = range(0, len(rewards), drawn)
+    return [i for s in starts for i in sorted(sorted(range(s, s + drawn), key=lambda i: -rewards[i])[:n])]
+
+
+def importance_weights(log_ratio, mask, correction="tis", cap=2.0, alpha=None, floor=0.5, max_tv=0.14):
+    """What a token's loss is multiplied by since the actor is not the policy -> (w, kept, cut), all [N,T].
+
+    kept: tokens that count; cut: 1 where w was truncated or the token dropped. With rho = pi_old / pi_actor = p / q:
+    none     1
+    tis      min(rho, cap): truncated importance sampling (Yao et al., 2025, "Your efficient RL framework...")
+    mask     rho; tokens with rho outside [floor, cap] dropped: IcePop (Ling team, 2025), there 0.5 to 5
+    seq      min(product of rho over the sequence, cap) for all its tokens (Liu et al., 2025, "When speed kills stability"):
+             right for whole sequences, where tis is biased, but wild when they are long
+    jackpot  optimal-budget rejection sampling (Chen et al., 2026, arXiv 2602.06107) at lambda = 1. A token of q is accepted
+             with a = min(1, rho). Accepted ones follow min(p, q) / alpha, since alpha is just that sum, so each weighs p over
+             that, alpha * max(1, rho), capped. Instead of tossing a coin, each token counts by a: the same mean gradient,
+             less noise, no seed. So it is tis with every position scaled by its overlap. (Derived from the acceptance rule;
+             their top-k estimate of the sum, and their training of the actor, are left out.)
+    tv       min(rho, cap); positions of total variation 1 - alpha > max_tv dropped. After DPPO (Qi et al., 2026, arXiv
+             2602.04879), which estimates it and drops only updates that lead further away.
+    """
+    rho, kept, w = log_ratio.exp(), mask, torch.ones_like(log_ratio)
+    cut = (rho > cap).float()
+    if correction == "tis":
+        w = rho.clamp(max=cap)
+    elif correction == "mask":
+        w, kept = rho, mask & (rho >= floor) & (rho <= cap)
+    elif correction == "seq":
+        product = log_ratio.sum(-1, keepdim=True).expand_as(rho).clamp(max=80).exp()  # clamped: exp stays finite
+        w, cut = product.clamp(max=cap), (product > cap).float()
+    elif correction == "jackpot":
+        accept = rho.clamp(max=1)
+        w, cut = accept * (alpha * rho.clamp(min=1)).clamp(max=cap), 1 - accept
+    elif correction == "tv":
+        w, kept = rho.clamp(max=cap), mask & (1 - alpha <= max_tv)
+    return w.masked_fill(~kept, 0), kept, cut.masked_fill(~kept, 1)
+
+
 def policy_loss(logp, old_logp, actor_logp, adv, mask, clip_low=0.2, clip_high=0.28, correction="tis", cap=2.0,
-                n_tokens=None):
+                n_tokens=None, alpha=None, floor=0.5, max_tv=0.14):
     """Eq. 1, negated, as a token mean -> (loss, metrics).
 
-    logp, old_logp, actor_logp: [N,T] (or flat [M]) log-probs of the sampled tokens under the policy, the policy that
-    was copied into the actor, and the actor; adv: [N] a sample (or of logp's shape); mask: tokens that count. n_tokens
-    is the whole step's count of such tokens over all micro-batches and ranks; default: those here. correction: "none";
-    "tis", w = min(pi_old / pi_actor, cap); "mask" (IcePop): tokens with w outside [1/cap, cap] are dropped (and not counted,
-    unless n_tokens, which is known before the ratios are, counts them).
+    logp, old_logp, actor_logp: [N,T] (or flat [M]: one sequence) log-probs of the sampled tokens under the policy, the
+    policy that was copied into the actor, and the actor; adv: [N] a sample (or of logp's shape); mask: tokens that count.
+    n_tokens is the whole step's count of such tokens over all micro-batches and ranks (known before tokens are dropped, so it
+    counts those too); default: those kept here. correction, cap, alpha [N,T], floor, max_tv: see importance_weights.
     """
     A = adv[:, None] if adv.ndim < logp.ndim else adv
     r = _log_ratio(logp, old_logp, mask).exp()
     log_w = _log_ratio(old_logp, actor_logp, mask).detach()
     raw = log_w.exp()
-    kept, w = mask, torch.ones_like(raw)
-    if correction == "tis":
-        w = raw.clamp(max=cap)
-    elif correction == "mask":
-        kept, w = mask & (raw >= 1 / cap) & (raw <= cap), raw
+    w, kept, cut = importance_weights(log_w, mask, correction, cap, alpha, floor, max_tv)
     objective = w * torch.minimum(r * A, r.clamp(1 - clip_low, 1 + clip_high) * A)
-    count = kept.sum()
-    loss = -objective.masked_fill(~kept, 0).sum() / (count.clamp(min=1) if n_tokens is None else n_tokens)
+    loss = -objective.masked_fill(~kept, 0).sum() / (kept.sum().clamp(min=1) if n_tokens is None else n_tokens)
 
-    def mean(x, where):
+    def mean(x, where=mask):
         return (x.detach().masked_fill(~where, 0).sum() / where.sum().clamp(min=1)).item()
+    w1, w2 = mean(raw), mean(raw * raw)  # before anything is cut (only ratio_mean leaves out dropped tokens), for ess, the
+    # effective sample size over the sample size, (sum w)^2 / (n sum w^2)
     metrics = dict(
-        tokens=int(mask.sum()), ratio_mean=mean(raw, kept),
+        tokens=int(mask.sum()), kept=int(kept.sum()), ratio_mean=mean(raw, kept), w1=w1, w2=w2, ess=w1 * w1 / max(w2, 1e-30),
         ratio_max=raw.masked_fill(~mask, 0).max().item() if raw.numel() else 0.0,
-        truncated=mean((raw > cap) | (kept != mask), mask), kl=mean(raw - 1 - log_w, mask),
-        clipped=mean(((r < 1 - clip_low) & (A < 0)) | ((r > 1 + clip_high) & (A > 0)), mask), entropy=mean(-logp, mask))
+        truncated=mean(cut), kl=mean(raw - 1 - log_w), k1=mean(-log_w),
+        clipped=mean(((r < 1 - clip_low) & (A < 0)) | ((r > 1 + clip_high) & (A > 0))), entropy=mean(-logp))
     return loss, metrics
 
 
@@ -252,7 +302,8 @@ class Batch:
     weight: torch.Tensor      # [N]
     measured: torch.Tensor    # [N,T] tokens whose alpha is measured
     hidden: torch.Tensor      # [M,d] the actor's last states of those, row by row
-    old_logp: torch.Tensor | None = None  # [N,T] if the policy has moved since it was the actor
+    old_logp: torch.Tensor | None = None  # [N,T], and alpha [N,T], if the policy has moved since it was the actor
+    alpha: torch.Tensor | None = None
 
 
 def make_batches(samples, args, device):
@@ -265,11 +316,11 @@ def make_batches(samples, args, device):
             groups.append(group)
             group = []
         group.append(s)
-    return [_pad(g, max(map(length, g)), args, device) for g in groups + [group] if g]
+    return [_pad(g, args, device) for g in groups + [group] if g]
 
 
-def _pad(group, T, args, device):
-    N = len(group)
+def _pad(group, args, device):
+    N, T = len(group), max(len(s.rollout.prompt_ids) + len(s.rollout.ids) for s in group)
     ids = torch.zeros(N, T, dtype=torch.long)
     mask, in_loss, measured = (torch.zeros(N, T, dtype=torch.bool) for _ in range(3))
     actor_logp = torch.zeros(N, T)
@@ -304,62 +355,61 @@ def policy_pass(policy, batch, temperature, measure=True):
     return policy(batch.ids, head=head)
 
 
-class Measured:
-    """Collects one step's alphas, in rows of unlike lengths."""
-    def __init__(self):
-        self.alphas, self.weights = [], []
-
-    def add(self, alpha, weight):
-        self.alphas.append(alpha.detach())
-        self.weights.append(weight)
-
+class Measured(list):
+    """One step's (alpha [N,T], weight [N]) of every pass; T differs."""
     def rows(self):
         """(alpha [N,T], positions [N,T], mask [N,T], weight [N]); a token at index t was drawn with t tokens cached."""
-        T = max(a.shape[1] for a in self.alphas)
-        alpha = torch.cat([torch.nn.functional.pad(a, (0, T - a.shape[1]), value=float("nan")) for a in self.alphas])
+        alphas, weights = zip(*self)
+        T = max(a.shape[1] for a in alphas)
+        alpha = torch.cat([torch.nn.functional.pad(a, (0, T - a.shape[1]), value=float("nan")) for a in alphas])
         positions = torch.arange(T, device=alpha.device).expand_as(alpha)
-        return alpha, positions, ~alpha.isnan(), torch.cat(self.weights)
+        return alpha, positions, ~alpha.isnan(), torch.cat(weights)
 
 
-def update_policy(policy, optimizer, kept, unmoved, args, device):
-    """The step's optimizer steps. kept: Scored of groups with spread; unmoved: one of each other group, measured only.
+def update_policy(policy, optimizer, kept, unmoved, args, device, reference=None):
+    """The step's optimizer steps. kept: Scored of groups with spread; unmoved: one of each other group, measured only;
+    reference: the model of --kl-ref.
 
     -> (Measured, metrics). Nothing to learn from is a no-op, not 0/0.
     """
     measured, stats = Measured(), []
 
-    def loss_of(batch, logp, old_logp, n_tokens):
-        loss, metrics = policy_loss(logp, old_logp, batch.actor_logp, batch.adv, batch.in_loss, args.clip_low,
-                                    args.clip_high, args.correction, args.cap, n_tokens)
+    def loss_of(batch, logp, old_logp, alpha, n_tokens):
+        loss, metrics = policy_loss(logp, old_logp, batch.actor_logp, batch.adv, batch.in_loss, args.clip_low, args.clip_high,
+                                    args.correction, args.cap, n_tokens, alpha, args.floor, args.max_tv)
+        if reference is not None:  # GRPO's k3 estimate of KL(policy, reference)
+            with torch.no_grad():
+                ref_logp, _ = policy_pass(reference, batch, args.temperature, measure=False)
+            x = _log_ratio(ref_logp, logp, batch.in_loss)
+            k3 = (x.exp() - 1 - x).sum()
+            loss, metrics["kl_ref"] = loss + args.kl_ref * k3 / n_tokens, k3.item() / max(metrics["tokens"], 1)
         stats.append(metrics | {"loss": loss.item()})
         return loss
 
     with torch.no_grad():  # 1. groups without spread carry no gradient, but alpha would be biased without them
         for batch in make_batches(unmoved, args, device):
             logp, alpha = policy_pass(policy, batch, args.temperature)
-            measured.add(alpha, batch.weight)
-            loss_of(batch, logp, logp, 1)
+            measured.append((alpha, batch.weight))
+            loss_of(batch, logp, logp, alpha, 1)
     parts = [part for part in _split_groups(kept, args.samples, args.minibatches) if part]
     parts = [make_batches(part, args, device) for part in parts]
     if len(parts) > 1:     # 2. later parts meet a policy that has moved: alpha and pi_old before the first step
         with torch.no_grad():
             for batch in (b for part in parts for b in part):
-                batch.old_logp, alpha = policy_pass(policy, batch, args.temperature)
-                measured.add(alpha, batch.weight)
+                batch.old_logp, batch.alpha = policy_pass(policy, batch, args.temperature)
+                measured.append((batch.alpha, batch.weight))
     for part in parts:     # 3. one optimizer step for each part; its token mean is over all its micro-batches
-        n_tokens = sum(int(b.in_loss.sum()) for b in part)
-        if not n_tokens:
-            continue
+        n_tokens = sum(int(b.in_loss.sum()) for b in part)  # 0: all was cut off and masked; measured, but no step
         for batch in part:
             logp, alpha = policy_pass(policy, batch, args.temperature, measure=batch.old_logp is None)
             if batch.old_logp is None:
-                measured.add(alpha, batch.weight)
-            old_logp = logp.detach() if batch.old_logp is None else batch.old_logp
-            loss_of(batch, logp, old_logp, n_tokens).backward()
+                batch.old_logp, batch.alpha = logp.detach(), alpha
+                measured.append((alpha, batch.weight))
+            loss_of(batch, logp, batch.old_logp, batch.alpha, max(n_tokens, 1)).backward()
         norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.grad_clip)
-        if norm.isfinite():
+        if n_tokens and norm.isfinite():
             optimizer.step()
-        else:
+        elif n_tokens:
             print(f"gradient norm is {norm.item()}: this update is skipped", file=sys.stderr)
         optimizer.zero_grad(set_to_none=True)
         stats.append({"grad_norm": norm.item()})
@@ -377,8 +427,10 @@ def _merge(stats):
     """Metrics of all passes -> the step's: losses add up, the largest ratio and norm count, the rest is a token mean."""
     passes = [s for s in stats if "tokens" in s]
     total = max(sum(s["tokens"] for s in passes), 1)
-    keys = ("ratio_mean", "truncated", "kl", "clipped", "entropy")
+    keys = "truncated kl k1 clipped entropy w1 w2".split() + ["kl_ref"] * any("kl_ref" in s for s in passes)
     out = {k: sum(s[k] * s["tokens"] for s in passes) / total for k in keys}
+    out["ess"] = out.pop("w1")**2 / max(out.pop("w2"), 1e-30)  # of the step's sums, so that the micro-batch does not show
+    out["ratio_mean"] = sum(s["ratio_mean"] * s["kept"] for s in passes) / max(sum(s["kept"] for s in passes), 1)
     out["ratio_max"] = max((s["ratio_max"] for s in passes), default=0.0)
     out["loss"] = sum(s["loss"] for s in passes)
     out["grad_norm"] = max((s["grad_norm"] for s in stats if "grad_norm" in s), default=0.0)
@@ -467,11 +519,8 @@ def warm_start(policy, args, device):
     """Supervised training on worked traces: what a pretrained model would bring along. Changes `policy`."""
     matrices = [p for n, p in policy.named_parameters() if p.ndim == 2 and "layers" in n]
     others = [p for n, p in policy.named_parameters() if not (p.ndim == 2 and "layers" in n)]
-    if args.warm_muon:
-        optimizers = [Muon(matrices, lr=args.warm_muon),
-                      torch.optim.AdamW(others, lr=args.warm_lr, weight_decay=0.0)]
-    else:
-        optimizers = [torch.optim.AdamW(matrices + others, lr=args.warm_lr, weight_decay=0.0)]
+    optimizers = [Muon(matrices, lr=args.warm_muon)] if args.warm_muon else []
+    optimizers.append(torch.optim.AdamW(others if optimizers else matrices + others, lr=args.warm_lr, weight_decay=0.0))
     base = [o.param_groups[0]["lr"] for o in optimizers]
     stage, running, cooling = (0 if args.task.startswith("chain") else 1), None, max(args.warm_start // 12, 1)
     step, end, bar = 0, args.warm_start, tqdm(total=args.warm_start, desc="warm start", unit=" steps")
@@ -498,18 +547,14 @@ def warm_start(policy, args, device):
 
 def supervised_loss(policy, pairs, args, device):
     """Mean cross-entropy of the traces' tokens, in one padded batch."""
-    rows = []
+    group, stops = [], policy.stop_ids
     for prompt, trace in pairs:
-        prompt = encode_prompt(policy.tokenizer, prompt, args.chat)
         ids = policy.tokenizer.encode(trace, add_special_tokens=False)
-        rows.append((prompt, ids if ids[-1] in policy.stop_ids else ids + policy.stop_ids[:1]))
-    T = max(len(a) + len(b) for a, b in rows)
-    ids, mask = torch.zeros(len(rows), T, dtype=torch.long), torch.zeros(len(rows), T, dtype=torch.bool)
-    for i, (a, b) in enumerate(rows):
-        ids[i, :len(a) + len(b)] = torch.tensor(a + b)
-        mask[i, len(a):len(a) + len(b)] = True
-    logp = token_logprobs(policy, ids.to(device))
-    return -logp[mask.to(device)].mean()
+        ids = ids if ids[-1] in stops else ids + stops[:1]
+        prompt = encode_prompt(policy.tokenizer, prompt, args.chat)
+        group.append(Scored(Rollout(prompt, ids, torch.zeros(len(ids)), torch.zeros(0), "stop"), 0.0))
+    batch = _pad(group, args, device)
+    return -token_logprobs(policy, batch.ids)[batch.mask].mean()
 
 
 # ---- problems, prompts, evaluation ------------------------------------------------------------------------------
@@ -562,6 +607,14 @@ def load_policy(args, out, device, checkpoint=None):
     return policy, bool(checkpoint or found or not args.warm_start)
 
 
+def starting_policy(args, out, device):
+    """The model that training set out from, also after a resume: the reference of --kl-ref."""
+    model, warm = load_policy(args, out, device)
+    if not warm:
+        args.parser.error(f"--kl-ref: the warm start that this run set out from is gone from '{args.warm_dir or out / 'warm'}'")
+    return model.requires_grad_(False)
+
+
 def warm_recipe(args):
     """The flags that a warm start depends on."""
     keys = "model task seed chat give_up warm_start warm_lr warm_muon warm_tokens".split()
@@ -583,8 +636,8 @@ def make_actor(policy, args, context, device):
     if context > policy.config.max_context:
         raise ValueError(f"the longest prompt and --max-new-tokens {args.max_new_tokens} make {context} tokens, over the "
                          f"model's context of {policy.config.max_context}")
-    actor = Actor(policy, min(args.rows, args.prompts * args.samples), context, args.pool_pages or None, args.page_size,
-                  args.dense_layers, alpha_every=args.alpha_every, device=device)
+    actor = Actor(policy, min(args.rows, args.prompts * args.samples * args.oversample), context, args.pool_pages or None,
+                  args.page_size, args.dense_layers, alpha_every=args.alpha_every, device=device)
     if (need := -(-context // args.page_size) + 1) > actor.pool_pages:
         raise ValueError(f"--pool-pages: one sequence of {context} tokens may need {need} pages of {args.page_size}, the pool "
                          f"holds {actor.pool_pages}")
@@ -615,7 +668,7 @@ def alpha_metrics(rows, start, args):
     a, n_bins = alpha[mask], len(start.bins)
     bins = (positions[mask] // start.bin_tokens).clamp(max=n_bins - 1)
     return dict(alpha_mean=a.mean().item(), alpha_tail=tail(a, fraction=args.tail), alpha_tokens=len(a),
-                alpha_low=(a < (args.tau or 0.86)).sum().item() / len(alpha), bin_tokens=start.bin_tokens,
+                alpha_low=(a < (args.tau or 0.86)).sum().item() * args.alpha_every / len(alpha), bin_tokens=start.bin_tokens,
                 tail_by_bin=[tail(a[bins == i], fraction=args.tail) for i in range(n_bins)])
 
 
@@ -671,10 +724,9 @@ def readable(m):
 
 def plot(history, args, path):
     """Four panels: is it learning; does the tail hold; what did that cost in pages; where did the time go."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    fig, ax = plt.subplots(2, 2, figsize=(12, 8), layout="constrained")
+    from matplotlib.figure import Figure
+    fig = Figure(figsize=(12, 8), layout="constrained")
+    ax = fig.subplots(2, 2)
     trained = [m for m in history if "reward" in m]
     steps = [m["step"] for m in trained]
     evals = [(m["step"], m["eval"]) for m in history if "eval" in m]
@@ -709,7 +761,48 @@ def plot(history, args, path):
     part = path.with_suffix(".part.png")
     fig.savefig(part, dpi=110)
     os.replace(part, path)
-    plt.close(fig)
+
+
+def read_run(folder):
+    """(flags, metrics) of a run's folder. Raises ValueError that names it."""
+    try:
+        flags = json.loads((folder / "config.json").read_text())
+        history = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--plot {folder}: not a run's config.json and metrics.jsonl ({error})") from None
+    if not history:
+        raise ValueError(f"--plot {folder}: its metrics.jsonl is empty")
+    return flags, history
+
+
+def mean_and_band(histories, key):
+    """One metric over runs -> (steps, mean, least, largest), at the steps where all runs that have it have it."""
+    series = [x for h in histories if (x := {m["step"]: m[key] for m in h if key in m})]
+    steps = sorted(set.intersection(*map(set, series))) if series else []
+    values = [[x[step] for x in series] for step in steps]
+    return steps, [sum(v) / len(v) for v in values], list(map(min, values)), list(map(max, values))
+
+
+def plot_runs(folders, path):
+    """--plot: runs side by side; those whose flags differ only in the seed (and in folders) are a mean and a band."""
+    from matplotlib.figure import Figure
+    groups = {}
+    for folder in dict.fromkeys(map(Path, folders)):
+        flags, history = read_run(folder)
+        same = {k: v for k, v in flags.items() if k not in ("seed", "out", "warm_dir")}
+        groups.setdefault(json.dumps(same, sort_keys=True), []).append((folder, history))
+    panels = dict(eval="held-out accuracy, dense policy", reward="reward, sparse actor", length="response length in tokens",
+                  alpha_tail="tail of alpha", alpha_mean="mean of alpha", kv_read="share of the cached pages read")
+    fig = Figure(figsize=(15, 8), layout="constrained")
+    for a, (key, title) in zip(fig.subplots(2, 3).flat, panels.items()):
+        for names, histories in (zip(*runs) for runs in groups.values()):
+            steps, mean, low, high = mean_and_band(histories, key)
+            line, = a.plot(steps, mean, ".-", label=f"{names[0]}" + f", mean of {len(names)} runs" * (len(names) > 1))
+            a.fill_between(steps, low, high, alpha=0.2, color=line.get_color())
+        a.set(title=title, xlabel="step")
+    fig.axes[0].legend(fontsize=8)
+    fig.savefig(path, dpi=110)
+    print(f"{path}: {len(folders)} runs, {len(groups)} configurations")
 
 
 def summary(history, args, actor, n_held_out, longest, started):
@@ -722,7 +815,8 @@ def summary(history, args, actor, n_held_out, longest, started):
         print(f"  Accuracy of the dense policy on {n_held_out} held-out problems: {evals[0]:.3f} before, {evals[-1]:.3f} "
               f"after {last['step']} steps.")
     print(f"  Tail of alpha ({args.tail:.0%} quantile): {first['alpha_tail']:.3f} at first, {last['alpha_tail']:.3f} at last"
-          + (f"; the controller's aim is {args.tau}." if args.tau else "; the budget was fixed (--tau 0)."))
+          + ("; the budget was fixed (--tau 0)." if not args.tau else f"; the controller's aim is {args.tau}."
+             if args.control == "tail" else f"; the controller's aim is a mean alpha of {args.mean_alpha}."))
     asked = f"the schedule {args.schedule}" if args.schedule else f"{args.budget:.0%} of the cached pages"
     print(f"  Asked for: {asked}. Read at the first step: {first['kv_read']:.0%}; at the last: {last['kv_read']:.0%} (from "
           f"{last['pages_by_bin'][reached[0]]} pages early to {last['pages_by_bin'][reached[-1]]} late, of {actor.row_pages}).")
@@ -759,8 +853,10 @@ def sparse_pays(actor, longest, m):
 def main(argv=None):
     started, args = time.perf_counter(), parse_args(argv)
     device = torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
-    out, n, done, history = Path(args.out), args.samples, 0, []
+    out, n, done, history = Path(args.out or ""), args.samples, 0, []
     try:  # set-up only: if what the user gave cannot work, the message says why
+        if args.plot:
+            return plot_runs(args.plot, Path(args.plot_out))
         if not args.resume and any(out.glob("step-*")):
             raise ValueError(f"--out {out}: there is a run in it. --resume goes on with it; for a new one give another --out "
                              f"(and --warm-dir {out}/warm, to use its warm start again)")
@@ -769,13 +865,14 @@ def main(argv=None):
         problems, held_out = split_problems(args)
         longest = max(len(encode_prompt(policy.tokenizer, p.prompt, args.chat)) for p in problems + held_out)
         actor, schedule = make_actor(policy, args, longest + args.max_new_tokens, device)
-        controller = Controller(schedule, args.tau, args.tail, args.min_pages)
+        epsilon = args.tail if args.control == "tail" else 1 - args.mean_alpha
+        controller = Controller(schedule, args.tau, epsilon, args.min_pages, args.control)
         optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay)
         if checkpoint:
             done, schedule = restore(checkpoint, optimizer, controller, device), controller.schedule
             history = [m for m in map(json.loads, (out / "metrics.jsonl").read_text().splitlines()) if m["step"] <= done]
         out.mkdir(parents=True, exist_ok=True)
-        flags = {k: v for k, v in vars(args).items() if k not in ("parser", "resume")}
+        flags = {k: v for k, v in vars(args).items() if k not in ("parser", "resume", "plot", "plot_out")}
         (out / "config.json").write_text(json.dumps(flags, indent=1))
         (out / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in history))
     except (ValueError, OSError) as error:
@@ -790,7 +887,8 @@ def main(argv=None):
         policy.save_pretrained(folder)
         (folder / "warm.json").write_text(json.dumps(warm_recipe(args), indent=1))
         actor.load(policy)
-    drawn = time.perf_counter()
+    reference = starting_policy(args, out, device) if args.kl_ref else None
+    plotted = time.perf_counter()
 
     def record(m):
         history.append(m)
@@ -804,20 +902,22 @@ def main(argv=None):
         # 1. generate with the sparse actor
         t0 = time.perf_counter()
         batch = pick(problems, done * args.prompts, args.prompts, args.seed)
-        rollouts = generate(actor, policy, batch, n, schedule, (args.seed, done), args)
-        # 2. grade, and compare within each prompt's group
+        drawn = generate(actor, policy, batch, n * args.oversample, schedule, (args.seed, done), args)
+        # 2. grade, keep the best (all, without --oversample), and compare within each prompt's group. alpha is measured on what
+        # is kept: it has to hold where the loss is, and the rest would cost a dense pass of its own
         t1 = time.perf_counter()
-        rewards = rewards_of(rollouts, batch, n, policy.tokenizer, args)
+        graded = rewards_of(drawn, batch, n * args.oversample, policy.tokenizer, args)
+        rollouts, rewards = zip(*((drawn[i], graded[i]) for i in best_of(graded, n * args.oversample, n)))
         adv = advantages([x - overlong_penalty(r, args) for x, r in zip(rewards, rollouts)], n, args.adv).tolist()
-        # 3. groups without spread teach nothing; one sample of each still measures alpha, for all n
+        # 3. groups without spread teach nothing (but a KL term); one sample of each still measures alpha, for all n
         t2 = time.perf_counter()
-        spread = [any(adv[i - i % n:i - i % n + n]) for i in range(len(adv))]
+        spread = [bool(reference) or any(adv[i - i % n:i - i % n + n]) for i in range(len(adv))]
         kept = [Scored(r, a) for r, a, s in zip(rollouts, adv, spread) if s]
         unmoved = [Scored(rollouts[i], 0.0, n) for i in range(0, len(adv), n) if not spread[i]]
         # 4. update theta
         for group in optimizer.param_groups:
             group["lr"] = args.lr * min(1.0, (done + 1) / max(args.warmup, 1))
-        measured, stats = update_policy(policy, optimizer, kept, unmoved, args, device)
+        measured, stats = update_policy(policy, optimizer, kept, unmoved, args, device, reference)
         # 5. the controller reads alpha and sets the next schedule; the actor takes over theta
         rows, used, lengths = measured.rows(), schedule, [len(r.ids) for r in rollouts]
         mean_length = sum(lengths) / len(lengths)
@@ -828,19 +928,20 @@ def main(argv=None):
             torch.cuda.synchronize()
         # 6. write it down
         done, t3 = done + 1, time.perf_counter()
-        m = dict(step=done, reward=sum(rewards) / len(rewards), solved=sum(r == 1 for r in rewards) / len(rewards),
-                 length=mean_length, cut_off=sum(r.finish == "length" for r in rollouts) / len(rollouts), dropped=len(unmoved))
+        m = dict(step=done, reward=sum(rewards) / len(rewards), reward_drawn=sum(graded) / len(graded),
+                 solved=sum(r == 1 for r in rewards) / len(rewards), length=mean_length,
+                 cut_off=sum(r.finish == "length" for r in rollouts) / len(rollouts), dropped=len(unmoved))
         m |= alpha_metrics(rows, controller.start, args) | budget_metrics(rollouts, used) | stats
-        m |= dict(rollout_s=t1 - t0, grade_s=t2 - t1, train_s=t3 - t2, tokens_per_s=sum(lengths) / (t1 - t0),
+        m |= dict(rollout_s=t1 - t0, grade_s=t2 - t1, train_s=t3 - t2, tokens_per_s=sum(len(r.ids) for r in drawn) / (t1 - t0),
                   lr=optimizer.param_groups[0]["lr"])
         if done % args.eval_every == 0 or done == args.steps:
             m |= evaluate(actor, policy, held_out, args)
         record(m)
         if done % args.save_every == 0 or done == args.steps:
             save(out, done, policy, optimizer, controller)
-        if time.perf_counter() - drawn > 20 or done == args.steps:
+        if time.perf_counter() - plotted > 20 or done == args.steps:
             plot(history, args, out / "run.png")
-            drawn = time.perf_counter()
+            plotted = time.perf_counter()
     summary(history, args, actor, len(held_out), longest, started)
 
 

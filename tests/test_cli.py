@@ -67,7 +67,11 @@ def given(tmp_path_factory):
     ("--model {given}/gpt2", "'gpt2' is not supported"), ("--model {given}/mamba99", "mamba99"),
     ("--model {given}/cut", "{given}/cut"), ("--data {given}/bad.jsonl", "bad.jsonl, line 2"),
     ("--data {given}/none.jsonl", "none.jsonl"), ("--max-new-tokens 1010", "context of 1024"),
-    ("--pool-pages 2", "--pool-pages")])
+    ("--pool-pages 2", "--pool-pages"), ("--control median", "--control"), ("--mean-alpha 1", "--mean-alpha 1"),
+    ("--correction best", "--correction"), ("--correction jackpot --alpha-every 4", "--alpha-every 1"),
+    ("--correction tv --max-tv 0", "--max-tv 0"), ("--floor 3", "--floor 3"), ("--oversample 0", "--oversample 0"),
+    ("--kl-ref -1", "--kl-ref -1"), ("--plot", "--plot"), ("--plot {given}/nowhere", "{given}/nowhere"),
+    ("--plot {given}", "{given}")])
 def test_refusals(argv, named, given, tmp_path, capsys):
     """Fault: a traceback, or a message that does not name what was given."""
     defaults = ["--task", "chain:4,4,2", "--warm-start", 0, "--device", "cpu", "--out", tmp_path / "out"]
@@ -134,6 +138,47 @@ def test_resume_is_exact(straight, tmp_path, monkeypatch, capsys):
         assert {k: str(v) for k, v in a.items() if k not in CLOCKS} == {k: str(v) for k, v in b.items() if k not in CLOCKS}
     one, two = weights(straight / "step-000004"), weights(tmp_path / "step-000004")
     assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_the_ablations_resume_exactly_too(straight, tmp_path, monkeypatch):
+    """Faults: --kl-ref pulling to the checkpoint resumed from, not to the start; --oversample that keeps or counts wrongly."""
+    monkeypatch.setattr(verify, "grade", text_reward)
+    more = ("--oversample 2 --kl-ref 0.1 --control mean --correction jackpot --adv none --minibatches 2 --eval 0 --steps").split()
+    for name, steps in (("one", 2), ("two", 1)):
+        run(tmp_path / name, "--warm-dir", straight / "warm", *more, steps)
+    train.main(["--resume", "--out", str(tmp_path / "two"), "--steps", "2"])
+    one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
+    for a, b in zip(one, two, strict=True):
+        assert {k: str(v) for k, v in a.items() if k not in CLOCKS} == {k: str(v) for k, v in b.items() if k not in CLOCKS}
+    first, last = one[1], one[2]
+    assert 0 <= first["kl_ref"] < last["kl_ref"] and first["reward"] > first["reward_drawn"] and first["dropped"] == 0
+    assert first["pages_by_bin"] != last["pages_by_bin"] and all(0 < m["ess"] <= 1 for m in one[1:])
+
+
+def some_run(folder, rewards, seed=0, **flags):
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(dict(seed=seed, out=str(folder)) | flags))
+    lines = [dict(step=0, eval=0.25)] + [dict(step=i, reward=r, length=9, alpha_tail=float("nan"), alpha_mean=1.0, kv_read=.5)
+                                         for i, r in enumerate(rewards, 1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in lines))
+    return folder
+
+
+def test_plot_puts_runs_side_by_side(tmp_path, capsys):
+    """Faults: seeds of one configuration as lines of their own, a mean over runs of unlike length, a folder taken on trust."""
+    runs = [some_run(tmp_path / "a", [1.0, 2.0, 7.0]), some_run(tmp_path / "b", [3.0, 6.0], seed=1),
+            some_run(tmp_path / "c", [0.0], tau=0.0)]
+    train.main(["--plot", *map(str, runs), "--plot-out", str(tmp_path / "x.png")])
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert "3 runs, 2 configurations" in capsys.readouterr().out
+    histories = [train.read_run(r)[1] for r in runs[:2]]
+    assert train.mean_and_band(histories, "reward") == ([1, 2], [2, 4], [1, 2], [3, 6])
+    assert train.mean_and_band(histories, "eval") == ([0], [.25], [.25], [.25])
+    assert train.mean_and_band(histories, "nothing") == ([], [], [], [])
+    for name, text in (("empty", ""), ("cut", '{"step": 0}\n{"ste')):
+        (some_run(tmp_path / name, []) / "metrics.jsonl").write_text(text)
+        assert str(tmp_path / name) in refusal(capsys, "--plot", runs[0], tmp_path / name)
+    assert "nowhere" in refusal(capsys, "--plot", runs[0], "--plot-out", tmp_path / "nowhere" / "x.png")
 
 
 def test_constant_rewards_change_nothing_and_are_measured(straight, tmp_path, monkeypatch):

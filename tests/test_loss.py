@@ -9,7 +9,7 @@ import torch
 import train
 from sparrow import Actor, Rollout, Schedule, acceptance, sparse_attend, token_logprobs
 from sparse_attn import DENSE
-from train import Scored, advantages, make_batches, policy_loss, policy_pass, update_policy
+from train import Scored, advantages, best_of, importance_weights, make_batches, policy_loss, policy_pass, update_policy
 from verify import Problem
 
 SPARSE = Schedule((4, 5, 6, 7, 8), bin_tokens=24, page_size=4)
@@ -45,6 +45,7 @@ class KeepGradients(torch.optim.SGD):
 def loss_of(logp, actor, adv=1.0, old=None, mask=None, **options):
     """policy_loss of one row of tokens -> (loss, metrics, gradient on logp)."""
     logp = torch.tensor([logp], requires_grad=True)
+    options = {k: torch.tensor([v]) if k == "alpha" else v for k, v in options.items()}
     old = logp.detach() if old is None else torch.tensor([old])
     mask = torch.ones_like(logp, dtype=torch.bool) if mask is None else torch.tensor([mask])
     loss, metrics = policy_loss(logp, old, torch.tensor([actor]), torch.tensor([adv]), mask, **options)
@@ -107,12 +108,61 @@ def test_impossible_tokens_have_ratio_one():
     assert all(map(math.isfinite, loss_of([-inf, -1.0, -1.0], [-1.0, -inf, 0.0])[2]))
 
 
-@pytest.mark.parametrize("correction", ["none", "tis", "mask"])
+P, Q = [.5, .3, .2], [.2, .3, .5]  # policy and actor over three tokens: overlap .2 + .3 + .2, ratios 2.5, 1, 0.4
+
+
+@pytest.mark.parametrize("correction, options, weights, cut", [
+    ("none", {}, [1, 1, 1], 1 / 3), ("tis", {}, [2, 1, .4], 1 / 3), ("tis", {"cap": 3.0}, [2.5, 1, .4], 0),
+    ("mask", {}, [0, 1, 0], 2 / 3), ("mask", {"floor": .3}, [0, 1, .4], 1 / 3), ("mask", {"cap": 5.0}, [2.5, 1, 0], 1 / 3),
+    ("seq", {"cap": 0.9}, [.9] * 3, 1), ("seq", {}, [2.5 * 1 * .4] * 3, 0),
+    ("jackpot", {}, [1 * .5 / (.2 / .7), 1 * .3 / (.3 / .7), .4 * .2 / (.2 / .7)], .2),  # accepted: min(P, Q) / 0.7
+    ("jackpot", {"cap": 1.5}, [1.5, .7, .4 * .7], .2),
+    ("tv", {"max_tv": .31}, [2, 1, .4], 1 / 3), ("tv", {"max_tv": .29}, [0, 0, 0], 1),
+    ("tv", {"alpha": [.9, .7, .9]}, [2, 0, .4], 2 / 3)])
+def test_each_correction_by_hand(correction, options, weights, cut):
+    """Faults: a bound on the wrong side, q / p for p / q, a gradient through the weight, a rate other than the share cut."""
+    logp, actor = ([math.log(x) for x in d] for d in (P, Q))
+    options = dict(alpha=[sum(map(min, P, Q))] * 3) | options
+    loss, metrics, grad = loss_of(logp, actor, -2.0, correction=correction, n_tokens=4, **options)
+    assert grad == pytest.approx([2 * w / 4 for w in weights]) and loss == pytest.approx(2 * sum(weights) / 4)
+    assert metrics["truncated"] == pytest.approx(cut)
+
+
+def test_jackpots_mean_is_the_policys():
+    """Over the actor's draws the weighted gradient is the overlap times the policy's, whatever it is a gradient of."""
+    log_ratio, f = torch.tensor([[math.log(p / q) for p, q in zip(P, Q)]]), torch.tensor([3.0, -1.0, 7.0])
+    w, _, _ = importance_weights(log_ratio, torch.ones(1, 3, dtype=torch.bool), "jackpot", 9.0, alpha=torch.full((1, 3), .7))
+    assert (torch.tensor(Q) * w[0] * f).sum().item() == pytest.approx(.7 * (.5 * 3 - .3 + .2 * 7))
+
+
+def test_a_sequences_weight_is_its_own():
+    """Faults: seq's product over the batch, over padding, or overflowing. Rows: 1.5 * 1.2; 0.3; e^400."""
+    log_w = torch.full((3, 20), 20.0)
+    log_w[0, :2], log_w[1, 0] = torch.tensor([1.5, 1.2]).log(), math.log(.3)
+    mask = torch.arange(20) < torch.tensor([[2], [1], [20]])
+    w, _, cut = importance_weights(log_w.masked_fill(~mask, 0), mask, "seq", 5.0)
+    assert w[:, 0].tolist() == pytest.approx([1.8, .3, 5.0]) and cut[:, 0].tolist() == [0, 0, 1]
+    assert torch.equal(w, w[:, :1] * mask)
+
+
+@pytest.mark.parametrize("correction", ["none", "tis", "mask", "seq", "jackpot", "tv"])
+def test_metrics_are_of_the_ratios_before_truncation(correction):
+    """Faults: an effective sample size of the capped weights (it would look healthy), k1 of the wrong sign. Ratios 4, 1, .5."""
+    actor = [-math.log(w) for w in (4, 1, .5)]
+    m = loss_of([0.0] * 3, actor, correction=correction, cap=2.0, alpha=[.9] * 3)[1]
+    assert m["ess"] == pytest.approx(5.5**2 / (3 * 17.25)) and m["ratio_max"] == pytest.approx(4)
+    assert m["k1"] == pytest.approx(-math.log(2) / 3) and m["kl"] == pytest.approx((2.5 - math.log(2)) / 3)
+    assert m["ratio_mean"] == pytest.approx(.75 if correction == "mask" else 5.5 / 3)
+    assert loss_of([-1.0] * 2, [-1.0] * 2)[1]["ess"] == 1
+
+
+@pytest.mark.parametrize("correction", ["none", "tis", "mask", "seq", "jackpot", "tv"])
 def test_masked_tokens_leak_nowhere(correction):
     """Fault: 0 * NaN, or a mean or a maximum over padding."""
-    bad = [float("nan"), float("inf"), -float("inf"), 50.0]
-    clean = loss_of([-1.0, -2.0], [-1.2, -1.9], correction=correction)
-    dirty = loss_of([-1.0, -2.0, *bad], [-1.2, -1.9, *bad[::-1]], mask=[True] * 2 + [False] * 4, correction=correction)
+    bad, nan = [float("nan"), float("inf"), -float("inf"), 50.0], [float("nan")] * 4
+    clean = loss_of([-1.0, -2.0], [-1.2, -1.9], correction=correction, alpha=[.9, .8])
+    dirty = loss_of([-1.0, -2.0, *bad], [-1.2, -1.9, *bad[::-1]], mask=[True] * 2 + [False] * 4, correction=correction,
+                    alpha=[.9, .8, *nan])
     assert dirty[:2] == clean[:2] and dirty[2] == clean[2] + [0] * 4
 
 
@@ -144,6 +194,52 @@ def test_gradients_do_not_depend_on_the_micro_batch(tiny, scored):
     for grads, loss, _ in found[:-1]:
         assert loss == pytest.approx(found[-1][1], abs=1e-6)
         assert all((a - b).abs().max() < 1e-6 * max(1, b.abs().max()) for a, b in zip(grads, found[-1][0]))
+
+
+@pytest.mark.parametrize("correction", ["tis", "mask", "seq", "jackpot", "tv"])
+def test_corrections_do_not_depend_on_the_micro_batch(tiny, correction):
+    """Fault: a sequence's product, an alpha or an effective sample size that belongs to a micro-batch. The actor is sparse."""
+    samples, found = sampled(tiny, SPARSE, temperature=0.7), []
+    for size, minibatches in ((1, 1), (10**6, 1), (10**6, 2)):
+        keep = KeepGradients(tiny.parameters(), lr=0.0)
+        args = flags(micro_tokens=size, correction=correction, minibatches=minibatches, temperature=0.7,
+                     cap=1.05, floor=0.9)
+        found.append((update_policy(tiny, keep, samples, [], args, "cpu")[1], keep.kept))
+    (one, grads), (all_, grads_all), (split, _) = found
+    assert one["ess"] < 0.99 and one["truncated"] > 0, "nothing was corrected: the test would prove nothing"
+    for k in one:
+        assert one[k] == pytest.approx(all_[k], rel=1e-4, abs=1e-6), k
+    for k in ("ess", "truncated", "kl", "k1", "entropy"):  # the policy stays, so two optimizer steps see the same
+        assert split[k] == pytest.approx(all_[k], rel=1e-4, abs=1e-6), k
+    assert all((a - b).abs().max() < 1e-5 * max(1, b.abs().max()) for a, b in zip(grads, grads_all))
+
+
+@pytest.mark.parametrize("micro_tokens", [90, 10**6])
+def test_the_kl_term_pulls_to_the_reference(tiny, scored, micro_tokens):
+    """Faults: k3 with the ratio upside down, a gradient into the reference, a mean over a micro-batch. Without advantages
+    only this term is left, and its gradient is taken here from log-probs of one sequence at a time."""
+    reference = copy.deepcopy(tiny).requires_grad_(False)
+    with torch.no_grad():
+        for i, p in enumerate(reference.parameters()):
+            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(i)), alpha=0.02)
+    k3, n = [], sum(len(s.rollout.ids) for s in scored)
+    for s in scored:
+        ids, start = torch.tensor([s.rollout.prompt_ids + s.rollout.ids]), len(s.rollout.prompt_ids)
+        p, q = (token_logprobs(m, ids)[0, start:] for m in (tiny, reference))
+        k3.append((torch.exp(q - p) - (q - p) - 1).sum())
+    wanted = torch.autograd.grad(0.3 * sum(k3) / n, list(tiny.parameters()))
+    keep, args = KeepGradients(tiny.parameters()), flags(kl_ref=0.3, micro_tokens=micro_tokens)
+    _, stats = update_policy(tiny, keep, [Scored(s.rollout, 0.0) for s in scored], [], args, "cpu", reference)
+    assert stats["kl_ref"] == pytest.approx(sum(k3).item() / n, rel=1e-4) and stats["kl_ref"] > 0.01
+    assert stats["loss"] == pytest.approx(0.3 * stats["kl_ref"], rel=1e-4)
+    assert all((a - b).abs().max() < 1e-5 * max(1, b.abs().max()) for a, b in zip(keep.kept, wanted))
+    assert all(p.grad is None for p in reference.parameters())
+
+
+def test_oversampling_keeps_the_best_of_each_prompt():
+    """Faults: the best of the batch and not of the prompt, the worst, ties to the later, an order by reward."""
+    assert best_of([0, 1, 0, 1, .5, .5, 0, .5], 4, 2) == [1, 3, 4, 5]
+    assert best_of([0, 0, 1, 5, 4, 3], 3, 1) == [2, 3] and best_of([0, 0, 1, 5, 4, 3], 3, 3) == list(range(6))
 
 
 def test_masks_come_from_lengths():
@@ -204,8 +300,8 @@ def test_minibatches_keep_the_weights_that_generated(tiny, scored, monkeypatch):
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.5)
     alpha, _, measured, _ = update_policy(policy, optimizer, scored, [], flags(minibatches=2), "cpu")[0].rows()
     assert len(seen) == 2 and len(alpha) == 8 and (1 - alpha[measured]).abs().max() < 1e-5
-    for logp, old, actor, _, mask, *_ in seen:  # the actor is dense: its log-probs are those of the first weights
-        assert (old - actor)[mask].abs().max() < 1e-4
+    for logp, old, actor, _, mask, *rest in seen:  # the actor is dense: its log-probs are those of the first weights
+        assert (old - actor)[mask].abs().max() < 1e-4 and (1 - rest[5])[mask].abs().max() < 1e-5
     assert (logp - old)[mask].abs().max() > 0.01, "the policy did not move: the test would prove nothing"
 
 
@@ -221,6 +317,15 @@ def test_muon_is_torchs_in_fp32(shape):
             p.grad = grad.clone()
             optimizer.step()
     assert (ours - theirs).abs().max() < 0.02 * (ours - start).abs().max()
+
+
+def test_violations_per_sequence():
+    """alpha_low: every 2nd token measured, one row with 2 low tokens and one, standing for 3, with none: 2 * 2 / 4."""
+    alpha = torch.tensor([[.5, .6, .9, .9], [.9, .9, 1.0, float("nan")]])
+    rows = alpha, torch.arange(4).expand(2, 4), ~alpha.isnan(), torch.tensor([1.0, 3.0])
+    m = train.alpha_metrics(rows, SPARSE, flags(alpha_every=2, tail=0.3))
+    assert m["alpha_low"] == 1 and m["alpha_tokens"] == 13
+    assert m["alpha_mean"] == pytest.approx((2.9 + 3 * 2.8) / 13) and m["alpha_tail"] == pytest.approx(.9)
 
 
 def test_overlong_penalty_rises_over_the_last_tokens():

@@ -1,11 +1,12 @@
 """The mismatch of actor and policy: log-probs that line up, alpha that is exact, a tail that is an order statistic."""
+import copy
 import math
 
 import pytest
 import torch
 
-from sparrow import (Config, Model, acceptance, acceptance_topk, chunked_acceptance, sample_tokens, sample_uniforms,
-                     tail, token_logprobs)
+from sparrow import (Config, Model, acceptance, acceptance_topk, chunked_acceptance, chunked_kl, lora_on, make_lora,
+                     sample_tokens, sample_uniforms, tail, token_logprobs)
 
 torch.set_num_threads(1)
 P, Q = torch.tensor([.6, .2, .1, .1]), torch.tensor([.4, .4, .15, .05])
@@ -288,3 +289,38 @@ def test_bf16_model_scores_in_fp32(tiny):
         tiny.dtype = torch.float32
     assert got.dtype == torch.float32
     torch.testing.assert_close(got, want, atol=2e-6, rtol=0)
+
+
+def test_lora_on_is_the_merged_model_and_leaves_nothing_behind(tiny, random_ids):
+    """Inside, the sum of both paths; W + B A merged gives the same log-probs. Outside, the policy is as it was."""
+    model, ids = copy.deepcopy(tiny), random_ids(2, 12, high=tiny.config.vocab_size)
+    lora = make_lora(model, 4)
+    before = token_logprobs(model, ids)
+    with lora_on(model, lora):
+        assert torch.equal(token_logprobs(model, ids), before), "B is 0 at first"
+    for _, B in lora.values():
+        B.data.normal_(0, 0.05, generator=torch.Generator().manual_seed(1))
+    with lora_on(model, lora):
+        inside = token_logprobs(model, ids)
+        inside.sum().backward()
+    merged = copy.deepcopy(tiny)
+    for name, p in merged.named_parameters():
+        if name in lora:
+            p.data += lora[name][1].detach() @ lora[name][0].detach()
+    assert (inside - token_logprobs(merged, ids)).abs().max() < 1e-4 < (inside - before).abs().max()
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+    assert all(x.grad is not None and x.grad.any() for pair in lora.values() for x in pair)
+    assert torch.equal(token_logprobs(model, ids), before)
+
+
+def test_chunked_kl_is_kl_with_a_gradient_in_q_alone():
+    g = torch.Generator().manual_seed(0)
+    head, q, p = torch.randn(50, 8, generator=g), torch.randn(7, 8, generator=g), torch.randn(7, 8, generator=g)
+    q.requires_grad_(), p.requires_grad_()
+    got = chunked_kl(lambda h: h @ head.T, q, p, 0.7, chunk=3)
+    logq, logp = ((x.double() @ head.double().T / 0.7).log_softmax(-1) for x in (q, p))
+    want = torch.nn.functional.kl_div(logp, logq, log_target=True, reduction="none").sum(-1)
+    assert (got - want).abs().max() < 1e-5
+    got.sum().backward()
+    exact = torch.autograd.grad(want.sum(), q)[0]
+    assert p.grad is None and (q.grad - exact).abs().max() < 1e-4
