@@ -350,6 +350,18 @@ def make_lora(model, rank, seed=0):
     return lora
 
 
+def save_lora(lora, folder):
+    """Write it as an adapter folder that PEFT opens."""
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {f"base_model.model.{name.removesuffix('.weight')}.lora_{which}.weight": x.detach().cpu().contiguous()
+             for name, pair in lora.items() for which, x in zip("AB", pair)}
+    save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    rank, targets = len(next(iter(lora.values()))[0]), sorted({name.split(".")[-2] for name in lora})
+    (folder / "adapter_config.json").write_text(json.dumps(
+        dict(peft_type="LORA", task_type="CAUSAL_LM", r=rank, lora_alpha=rank, lora_dropout=0.0, bias="none",
+             target_modules=targets, base_model_name_or_path=None), indent=1))
+
+
 @contextmanager
 def lora_on(model, lora):
     """Inside, `model` computes with its low-rank additions, and only they learn. Backward passes belong inside too: they

@@ -36,8 +36,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparrow import (Actor, Config, Controller, Model, Rollout, Schedule, chunked_acceptance, encode_prompt,
-                     gather_logprobs, tail, token_logprobs)
+from sparrow import (Actor, Config, Controller, Model, Rollout, Schedule, chunked_acceptance, chunked_kl, encode_prompt,
+                     gather_logprobs, lora_on, make_lora, save_lora, sparse_attend, tail, token_logprobs)
+from sparse_attn import DENSE
 from verify import grade_all, load_problems, parse_task
 
 import torch
@@ -105,6 +106,9 @@ FLAGS = [
     Flag("--max-tv", 0.14, "largest total variation 1 - alpha of --correction tv"),
     Flag("--kl-ref", 0.0, "weight of a KL term (k3) to the starting policy; costs a second copy of the fp32 weights in memory, "
          "and a forward pass"),
+    Flag("--distill", 0.0, "DistillSparse: train a LoRA of the sparse actor's own, this the weight of KL(sparse || dense); 0: none"),
+    Flag("--lora-rank", 16, "rank of that LoRA"),
+    Flag("--distill-lr", 1e-3, "its learning rate"),
     Flag("--adv", "std", "divide advantages by the group's standard deviation, or not", choices=["std", "none"]),
     Flag("--overlong", 0, "soft penalty (DAPO): over the last n tokens before --max-new-tokens the reward sinks by up to 1"),
     Flag("--truncated", "keep", "responses cut off at --max-new-tokens: keep in the loss, or mask", choices=["keep", "mask"]),
@@ -163,7 +167,7 @@ def parse_args(argv=None):
 
 def _check_args(a, p):
     for key in ("steps prompts samples oversample max_new_tokens rows page_size temperature lr minibatches cap micro_tokens "
-                "warm_tokens code_timeout grad_clip eval_samples eval_every save_every warm_lr alpha_every").split():
+                "warm_tokens code_timeout grad_clip eval_samples eval_every save_every warm_lr alpha_every lora_rank distill_lr").split():
         if not getattr(a, key) > 0:
             p.error(f"--{key.replace('_', '-')} {getattr(a, key)}: must be above 0")
     for key, high in (("budget", 1), ("tail", 0.5), ("mean_alpha", 0.9999), ("max_tv", 1), ("floor", a.cap)):
@@ -172,7 +176,7 @@ def _check_args(a, p):
     if not 0 <= a.tau < 1:
         p.error(f"--tau {a.tau}: must be in [0, 1); 0 holds the budget fixed")
     for key in ("pool_pages min_pages dense_layers warmup clip_low clip_high weight_decay warm_start warm_muon give_up "
-                "eval overlong kl_ref").split():
+                "eval overlong kl_ref distill").split():
         if getattr(a, key) < 0:
             p.error(f"--{key.replace('_', '-')} {getattr(a, key)}: must not be negative")
     if a.device == "cuda" and not torch.cuda.is_available():
@@ -416,6 +420,40 @@ def update_policy(policy, optimizer, kept, unmoved, args, device, reference=None
     return measured, _merge(stats)
 
 
+def distill(policy, lora, optimizer, samples, schedule, args, device):
+    """DistillSparse (Algorithm 1 of the paper): a step of the actor's own low-rank additions, theta held still.
+
+        L = L_PPO,sparse + lambda * KL(sparse || dense)      over the full vocabulary; the dense side is a constant
+
+    The sparse side is teacher-forced under the budgets that sampled. -> metrics
+    """
+    batches, kl_sum = make_batches(samples, args, device), 0.0
+    n_tokens = max(sum(int(b.in_loss.sum()) for b in batches), 1)
+    for batch in batches:
+        budgets = schedule.pages(torch.arange(1, batch.ids.shape[1] + 1, device=device)).expand(batch.ids.shape)
+        budgets = budgets.masked_fill(batch.mask.cumsum(1) == 0, DENSE)                   # [N,T] prompts are dense
+        predicts = batch.in_loss[:, 1:]
+        with torch.no_grad():
+            dense = policy(batch.ids, head=lambda hidden, _: hidden[:, :-1][predicts])    # [M,d]
+
+        def head(hidden, project):
+            states = hidden[:, :-1][predicts]
+            return (gather_logprobs(project, states, batch.ids[batch.in_loss], args.temperature),
+                    chunked_kl(project, states, dense, args.temperature))
+        with lora_on(policy, lora):
+            logp, kl = policy(batch.ids, sparse_attend(budgets, args.dense_layers, args.page_size), head=head)
+            adv = batch.adv[:, None].expand_as(batch.ids)[batch.in_loss]
+            loss, _ = policy_loss(logp, logp.detach(), logp.detach(), adv, torch.ones_like(logp, dtype=torch.bool),
+                                  correction="none", n_tokens=n_tokens)
+            (loss + args.distill * kl.sum() / n_tokens).backward()
+        kl_sum += kl.sum().item()
+    norm = torch.nn.utils.clip_grad_norm_([x for pair in lora.values() for x in pair], args.grad_clip)
+    if norm.isfinite():
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return dict(distill_kl=kl_sum / n_tokens, lora_norm=norm.item())
+
+
 def _split_groups(samples, group_size, parts):
     """Whole prompt groups, dealt into `parts` runs of similar size."""
     groups = [samples[i:i + group_size] for i in range(0, len(samples), group_size)]
@@ -655,6 +693,7 @@ def evaluate(actor, policy, problems, args):
     """Mean reward and length of the *dense* policy on the held-out problems, sampled as in training."""
     if not problems:
         return {}
+    actor.load(policy)  # without the actor's LoRA
     dense = Schedule.fraction(1.0, actor.max_context, page_size=args.page_size)
     rollouts = generate(actor, policy, problems, args.eval_samples, dense, (args.seed, 2**31), args)
     rewards = rewards_of(rollouts, problems, args.eval_samples, policy.tokenizer, args)
@@ -681,22 +720,35 @@ def budget_metrics(rollouts, schedule):
 # ---- checkpoints ------------------------------------------------------------------------------------------------
 
 
-def save(out, done, policy, optimizer, controller):
-    """A folder that `transformers` opens, with what resuming needs beside it. Written aside, then renamed; two are kept."""
+def save(out, done, policy, optimizer, controller, lora):
+    """A folder that `transformers` opens, with what resuming needs beside it. Written aside, then renamed; two are kept.
+
+    The actor's LoRA goes to `sparse_actor`, as an adapter that PEFT opens.
+    """
     final, part = out / f"step-{done:06d}", out / f".step-{done:06d}.part"
     shutil.rmtree(part, ignore_errors=True)
     policy.save_pretrained(part)
-    torch.save(dict(step=done, optimizer=optimizer.state_dict(), controller=controller.state_dict()), part / "trainer.pt")
+    state = dict(step=done, optimizer=optimizer.state_dict(), controller=controller.state_dict())
+    if lora:
+        pairs, lora_optimizer = lora
+        state |= dict(lora={k: [x.detach() for x in pair] for k, pair in pairs.items()}, lora_optimizer=lora_optimizer.state_dict())
+        save_lora(pairs, part / "sparse_actor")
+    torch.save(state, part / "trainer.pt")
     shutil.rmtree(final, ignore_errors=True)
     os.replace(part, final)
     for old in sorted(out.glob("step-*"))[:-2]:
         shutil.rmtree(old)
 
 
-def restore(checkpoint, optimizer, controller, device):
-    """Optimizer and controller as they were -> steps done."""
+def restore(checkpoint, optimizer, controller, lora, device):
+    """Optimizers, controller and LoRA as they were -> steps done."""
     state = torch.load(checkpoint / "trainer.pt", map_location=device, weights_only=True)
     optimizer.load_state_dict(state["optimizer"])
+    if lora:
+        for name, pair in lora[0].items():
+            for mine, saved in zip(pair, state["lora"][name]):
+                mine.data.copy_(saved)
+        lora[1].load_state_dict(state["lora_optimizer"])
     controller.load_state_dict({k: v.cpu() if torch.is_tensor(v) else v for k, v in state["controller"].items()})
     return state["step"]
 
@@ -868,8 +920,12 @@ def main(argv=None):
         epsilon = args.tail if args.control == "tail" else 1 - args.mean_alpha
         controller = Controller(schedule, args.tau, epsilon, args.min_pages, args.control)
         optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay)
+        lora = None
+        if args.distill:
+            pairs = make_lora(policy, args.lora_rank, args.seed)
+            lora = pairs, torch.optim.AdamW([x for pair in pairs.values() for x in pair], lr=args.distill_lr, weight_decay=0.0)
         if checkpoint:
-            done, schedule = restore(checkpoint, optimizer, controller, device), controller.schedule
+            done, schedule = restore(checkpoint, optimizer, controller, lora, device), controller.schedule
             history = [m for m in map(json.loads, (out / "metrics.jsonl").read_text().splitlines()) if m["step"] <= done]
         out.mkdir(parents=True, exist_ok=True)
         flags = {k: v for k, v in vars(args).items() if k not in ("parser", "resume", "plot", "plot_out")}
@@ -886,7 +942,6 @@ def main(argv=None):
         folder = Path(args.warm_dir or out / "warm")
         policy.save_pretrained(folder)
         (folder / "warm.json").write_text(json.dumps(warm_recipe(args), indent=1))
-        actor.load(policy)
     reference = starting_policy(args, out, device) if args.kl_ref else None
     plotted = time.perf_counter()
 
@@ -899,8 +954,9 @@ def main(argv=None):
     if not done:
         record({"step": 0} | evaluate(actor, policy, held_out, args))
     while done < args.steps:
-        # 1. generate with the sparse actor
+        # 1. the actor takes over theta, and what it has of its own; generate with it
         t0 = time.perf_counter()
+        actor.load(policy, lora and lora[0])
         batch = pick(problems, done * args.prompts, args.prompts, args.seed)
         drawn = generate(actor, policy, batch, n * args.oversample, schedule, (args.seed, done), args)
         # 2. grade, keep the best (all, without --oversample), and compare within each prompt's group. alpha is measured on what
@@ -918,12 +974,13 @@ def main(argv=None):
         for group in optimizer.param_groups:
             group["lr"] = args.lr * min(1.0, (done + 1) / max(args.warmup, 1))
         measured, stats = update_policy(policy, optimizer, kept, unmoved, args, device, reference)
-        # 5. the controller reads alpha and sets the next schedule; the actor takes over theta
+        if lora:
+            stats |= distill(policy, *lora, kept + unmoved, schedule, args, device)
+        # 5. the controller reads alpha and sets the next schedule
         rows, used, lengths = measured.rows(), schedule, [len(r.ids) for r in rollouts]
         mean_length = sum(lengths) / len(lengths)
         if args.tau:
             schedule = controller.update(*rows, response_length=mean_length, kl=stats["kl"])
-        actor.load(policy)
         if device.type == "cuda":
             torch.cuda.synchronize()
         # 6. write it down
@@ -938,7 +995,7 @@ def main(argv=None):
             m |= evaluate(actor, policy, held_out, args)
         record(m)
         if done % args.save_every == 0 or done == args.steps:
-            save(out, done, policy, optimizer, controller)
+            save(out, done, policy, optimizer, controller, lora)
         if time.perf_counter() - plotted > 20 or done == args.steps:
             plot(history, args, out / "run.png")
             plotted = time.perf_counter()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
@@ -153,6 +154,25 @@ def test_the_ablations_resume_exactly_too(straight, tmp_path, monkeypatch):
     first, last = one[1], one[2]
     assert 0 <= first["kl_ref"] < last["kl_ref"] and first["reward"] > first["reward_drawn"] and first["dropped"] == 0
     assert first["pages_by_bin"] != last["pages_by_bin"] and all(0 < m["ess"] <= 1 for m in one[1:])
+
+
+def test_distill_resumes_exactly_and_is_exported(straight, tmp_path, monkeypatch):
+    """Two steps are one and one, with the LoRA's weights and optimizer; the first step's theta is that without --distill."""
+    monkeypatch.setattr(verify, "grade", text_reward)
+    more = ["--warm-dir", straight / "warm", "--eval", 0, "--distill", 1, "--lora-rank", 4, "--save-every", 1, "--steps"]
+    run(tmp_path / "one", *more, 2)
+    run(tmp_path / "two", *more, 1)
+    train.main(["--resume", "--out", str(tmp_path / "two"), "--steps", "2"])
+    one, two = (torch.load(tmp_path / x / "step-000002/trainer.pt", weights_only=True)["lora"] for x in ("one", "two"))
+    assert all(torch.equal(a, b) for name in one for a, b in zip(one[name], two[name])) and all(B.any() for _, B in one.values())
+    run(tmp_path / "without", "--warm-dir", straight / "warm", "--eval", 0, "--steps", 1)
+    with_it, without = weights(tmp_path / "one/step-000001"), weights(tmp_path / "without/step-000001")
+    assert all(torch.equal(with_it[name], without[name]) for name in with_it)
+    adapter = tmp_path / "one/step-000002/sparse_actor"
+    saved = load_file(adapter / "adapter_model.safetensors")
+    name = "model.layers.1.mlp.up_proj"
+    assert torch.equal(saved[f"base_model.model.{name}.lora_B.weight"], one[name + ".weight"][1])
+    assert json.loads((adapter / "adapter_config.json").read_text())["r"] == 4
 
 
 def some_run(folder, rewards, seed=0, **flags):

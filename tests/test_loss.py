@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import train
-from sparrow import Actor, Rollout, Schedule, acceptance, sparse_attend, token_logprobs
+from sparrow import Actor, Rollout, Schedule, acceptance, make_lora, rollout_alpha, sparse_attend, token_logprobs
 from sparse_attn import DENSE
 from train import Scored, advantages, best_of, importance_weights, make_batches, policy_loss, policy_pass, update_policy
 from verify import Problem
@@ -347,3 +347,48 @@ def test_rewards_of_mixed_kinds_keep_their_order():
     rollouts = [Rollout([1], [i], torch.zeros(1), None, "stop") for i in range(6)]
     args = SimpleNamespace(code_timeout=5.0, code_reward="all")
     assert train.rewards_of(rollouts, problems, 2, tokenizer, args) == [1, 0, 1, 0, 1, 0.5]
+
+
+def test_distill_brings_the_sparse_actor_closer_and_leaves_theta_alone(tiny):
+    """At a fixed harsh budget and with no reward at stake: KL(sparse || dense) falls, alpha of the merged actor rises, the
+    policy does not move a bit."""
+    policy, args = copy.deepcopy(tiny), flags(distill=1.0, dense_layers=1, page_size=4, micro_tokens=200, temperature=1.0)
+    samples = [Scored(x.rollout, 0.0) for x in sampled(policy)]
+    before = {k: v.clone() for k, v in policy.state_dict().items()}
+    lora = make_lora(policy, 8)
+    optimizer = torch.optim.AdamW([x for pair in lora.values() for x in pair], lr=3e-3, weight_decay=0.0)
+    found = [train.distill(policy, lora, optimizer, samples, SPARSE, args, torch.device("cpu")) for _ in range(15)]
+    assert found[-1]["distill_kl"] < 0.8 * found[0]["distill_kl"]
+    assert all(torch.equal(before[k], v) for k, v in policy.state_dict().items())
+    assert all(p.grad is None and p.requires_grad for p in policy.parameters())
+
+    actor, alphas = Actor(policy, rows=8, max_context=80, page_size=4, dense_layers=1), []
+    for own in (None, lora):  # the actor's merged weights under the same budgets, on the same samples
+        actor.load(policy, own)
+        for x in samples:
+            ids, start = torch.tensor([x.rollout.prompt_ids + x.rollout.ids]), len(x.rollout.prompt_ids)
+            budgets = SPARSE.pages(torch.arange(1, ids.shape[1] + 1))
+            budgets[:start] = DENSE
+            with torch.no_grad():
+                p, q = policy(ids)[0, start - 1:-1], actor.model(ids, sparse_attend(budgets, 1, 4))[0, start - 1:-1]
+            alphas.append(acceptance(p, q))
+    before, after = torch.cat(alphas[:len(samples)]).mean(), torch.cat(alphas[len(samples):]).mean()
+    assert after > before + 0.01
+
+
+def test_distill_gradient_does_not_depend_on_the_micro_batch(tiny):
+    grads = []
+    for micro in (60, 10_000):
+        policy, args = copy.deepcopy(tiny), flags(distill=0.5, dense_layers=1, page_size=4, micro_tokens=micro, temperature=1.0)
+        samples = sampled(tiny)
+        lora = make_lora(policy, 4)
+        for _, B in lora.values():
+            B.data.normal_(0, 0.02, generator=torch.Generator().manual_seed(0))
+        seen = {}
+        optimizer = SimpleNamespace(zero_grad=lambda set_to_none: None, step=lambda: seen.update(
+            {k: [x.grad.clone() for x in pair] for k, pair in lora.items()}))
+        train.distill(policy, lora, optimizer, samples, SPARSE, args, torch.device("cpu"))
+        grads.append(seen)
+    for name, pair in grads[0].items():
+        for a, b in zip(pair, grads[1][name]):
+            assert (a - b).abs().max() < 1e-5 and a.any()
