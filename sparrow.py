@@ -20,12 +20,14 @@ Read in this order:
     mismatch    token_logprobs, acceptance, tail
     sparsity    Schedule (pages a row may read, per bin of cached tokens) and Controller (moves it)
     Actor       paged cache, continuous batching, sampling
+    commands    bench: what a step costs; calibrate: the schedule that holds a tail, found offline
 
 Shape legend as in sparse_attn.py: B rows (N in training), T tokens, H query heads, G KV heads, D head dim, d hidden
 size, P pages, S page size, V vocabulary, L layers.
 
     python sparrow.py --model DIR-or-NAME --prompt "Why is the sky blue?" --budget 0.1
     python sparrow.py --model Qwen3-1.7B --bench
+    python sparrow.py --model Qwen3-1.7B --calibrate --tau 0.80 0.86 0.92
 """
 import argparse
 import json
@@ -437,12 +439,12 @@ def chunked_kl(project, q_hidden, p_hidden, temperature=1.0, chunk=1024):
     return torch.cat([checkpoint(piece, q, p, use_reentrant=False) for q, p in zip(q_hidden.split(chunk), p_hidden.split(chunk))])
 
 
-def rollout_alpha(model, rollout, temperature=1.0, every=1):
-    """alpha of the response tokens whose hidden states a rollout kept (`every`-th), against the dense policy, by one forward
-    pass -> [M]"""
+def rollout_alpha(model, rollout, temperature=1.0, every=1, attend=dense_attend):
+    """alpha of the response tokens whose hidden states a rollout kept (`every`-th), against the dense policy (or, for a dense
+    rollout, the policy under another `attend`), by one forward pass -> [M]"""
     with torch.no_grad():
         ids = torch.tensor([rollout.prompt_ids + rollout.ids], device=next(model.parameters()).device)
-        states = model(ids, head=lambda hidden, _: hidden)[0, len(rollout.prompt_ids) - 1:-1]
+        states = model(ids, attend, head=lambda hidden, _: hidden)[0, len(rollout.prompt_ids) - 1:-1]
         return chunked_acceptance(model.logits, states[::every], rollout.hidden.to(states.device), temperature)
 
 
@@ -1153,15 +1155,59 @@ def model_shape(name):
         vocab_size=V, tie_word_embeddings=tied, max_position_embeddings=40960, rms_norm_eps=1e-6, **extra)
 
 
+def matrix_weights(config):
+    """Weights that every token is multiplied with, the output head among them."""
+    c = config
+    width = 2 * (c.num_attention_heads + c.num_key_value_heads) * c.head_dim  # of q and o, k and v
+    return c.num_hidden_layers * c.hidden_size * (width + 3 * c.intermediate_size) + c.vocab_size * c.hidden_size
+
+
 def step_bytes(config, rows, length, schedule, dense_layers=2, itemsize=2):
     """The fewest bytes a decode step can read: every weight once, the output head, and for each row K and V of the pages read
     and, in sparse layers, the landmarks of all its pages."""
     c, have, read = config, schedule.have(length), schedule.pages(length)
     width, sparse = c.num_key_value_heads * c.head_dim, 0 if schedule.dense else max(c.num_hidden_layers - dense_layers, 0)
-    layer = c.hidden_size * (2 * c.num_attention_heads * c.head_dim + 2 * width + 3 * c.intermediate_size)
     pages = (c.num_hidden_layers - sparse) * have + sparse * read
     cache = rows * width * (2 * schedule.page_size * pages + sparse * have)
-    return itemsize * (c.num_hidden_layers * layer + c.vocab_size * c.hidden_size + cache)
+    return itemsize * (matrix_weights(c) + cache)
+
+
+def rollout_cost(shape, n_in, n_out, budget, samples=1, prompts=1, page_size=16, intensity=206.0, finite=False):
+    """The paper's cost of a rollout, in equivalent FLOPs -> (dense, sparse); their ratio is the predicted speed-up.
+
+    shape: a Config, a model's name, or (P, D, r): P weights, D = layers x KV heads x head dim, r = H/G query heads a KV
+    head. N samples of a prompt, L_in and L_out tokens; B = budget in tokens, or a Schedule: its mean over the rollout.
+    I = intensity, FLOPs worth a unit of traffic (an H200: 989 TFLOP/s / 4.8 TB/s). Section 3.3, for one prompt:
+
+        dense    2 P N L_out + r (2 L_in + L_out) L_out N D + I (2 L_in L_out D + N L_out^2 D)
+        sparse   2 P N L_out + 2 r N D B L_out + 2 I N D B L_out + scoring
+        scoring  2 N L_in D L_out + r N D L_out^2 / (2 page) + I (2 L_in D L_out + N D L_out^2 / (2 page))
+
+    Weights cost no traffic there, and B is paid for even where the context is shorter. finite=True is Appendix F, for b
+    prompts at once: weights are read, and no more than there is; no scoring, and a prompt's samples share nothing.
+
+        C = 2 P b N L_out + r b N D H + I (2 P L_out + b N D H),   H = 2 x the sum over steps of min(context, B)
+    """
+    if isinstance(shape, str):
+        shape = Config.from_hf(model_shape(shape))
+    if isinstance(shape, Config):
+        G = shape.num_key_value_heads
+        shape = matrix_weights(shape), shape.num_hidden_layers * G * shape.head_dim, shape.num_attention_heads / G
+    (P, D, r), N, I, B = shape, samples, intensity, budget
+    steps = torch.arange(n_in + 1, n_in + n_out + 1)
+    if isinstance(budget, Schedule):
+        page_size, B = budget.page_size, budget.pages(steps).double() * budget.page_size
+    # Half a token less, so that dense is (2 L_in + L_out) L_out, the integral; H is the appendix's for any whole B.
+    H = 2 * (steps.double() - 0.5).clamp(max=B).sum().item()
+    if finite:
+        return tuple(2 * P * prompts * N * n_out + r * prompts * N * D * h + I * (2 * P * n_out + prompts * N * D * h)
+                     for h in ((2 * n_in + n_out) * n_out, H))
+    B = H / (2 * n_out) if isinstance(budget, Schedule) else budget
+    dense = r * (2 * n_in + n_out) * n_out * N * D + I * (2 * n_in * n_out * D + N * n_out**2 * D)
+    sparse = 2 * r * N * D * B * n_out + 2 * I * N * D * B * n_out
+    scoring = (2 * N * n_in * D * n_out + r * N * D * n_out**2 / (2 * page_size)
+               + I * (2 * n_in * D * n_out + N * D * n_out**2 / (2 * page_size)))
+    return tuple(prompts * (2 * P * N * n_out + x) for x in (dense, sparse + scoring))
 
 
 def step_times(actor, rows, lengths, schedule, repeat=5):
@@ -1235,6 +1281,8 @@ def bench(args):
         gain, bound = (totals["dense"][i] / totals[mode][i] for i in (0, 1))
         print(f"{mode}: a rollout to {lengths[-1]} tokens is {gain:.2f}x as fast as dense; the byte floors' ratio is {bound:.2f} "
               f"({gain / bound:.0%} of it)")
+        short, full = (rollout_cost(c, 0, lengths[-1], modes[mode], prompts=rows, finite=f) for f in (False, True))
+        print(f"  the cost model predicts {short[0] / short[1]:.2f}x (Section 3.3), {full[0] / full[1]:.2f}x (Appendix F)")
     for mode in modes if args.profile else ():
         print(f"{mode}, {lengths[-1]} tokens cached:")
         profile_step(actor, rows, lengths[-1], modes[mode])
@@ -1270,11 +1318,227 @@ def bench_peer(model, hf, rows, context=2048):
           f"generate: {rates[0] / rates[1]:.1f}x")
 
 
+# ---- python sparrow.py --calibrate: the budget that holds the tail, position by position --------------------------------
+
+
+@dataclass
+class Measured:
+    """alpha under one fixed budget. Bins are of cached tokens; NaN: too few tokens there to tell."""
+    on: str               # whose samples: "sparse" (drawn under this budget) or "dense"
+    page_size: int
+    pages: int            # the budget, reserved pages included
+    tokens: list          # [bins] measured tokens
+    tails: list           # [bins] the --tail quantile
+    tail: float           # over all positions, as the rest
+    mean: float
+    near_one: float       # share above 0.999
+    beta: tuple           # (a, b, KS distance) of the Beta fitted to what is not, scaled to [0, 0.999]
+    histogram: list       # [50] tokens per 0.02 of alpha
+
+
+def measure(on, pages, page_size, rollouts, alphas, n_bins, args):
+    """Sum up alpha of rollouts, a tensor each, of every --alpha-every-th token. Token t is drawn with t tokens cached."""
+    alpha = torch.cat(alphas).cpu()
+    at = torch.cat([len(r.prompt_ids) + torch.arange(0, len(r.ids), args.alpha_every) for r in rollouts])
+    bins = [alpha[at // args.bin_tokens == i] for i in range(n_bins)]
+    tails = [tail(x, fraction=args.tail) if len(x) >= args.min_tokens else math.nan for x in bins]
+    rare = alpha[alpha <= 0.999]
+    return Measured(on, page_size, pages, [len(x) for x in bins], tails, tail(alpha, fraction=args.tail), alpha.mean().item(),
+                    1 - len(rare) / len(alpha), beta_fit(rare / 0.999), torch.histc(alpha.clamp(max=1), 50, 0, 1).tolist())
+
+
+def beta_cdf(x, a, b):
+    """By the trapezoid rule over the logit of x: there the density, x^a (1-x)^b, is smooth and fades at both ends."""
+    z = torch.linspace(-40 / min(a, 1), 40 / min(b, 1), 20001, dtype=torch.float64)
+    log_density = a * F.logsigmoid(z) + b * F.logsigmoid(-z)
+    cdf = torch.cumulative_trapezoid((log_density - log_density.max()).exp(), z)
+    return torch.from_numpy(np.interp(x.double().logit(), z[1:], cdf / cdf[-1]))
+
+
+def beta_fit(x):
+    """(a, b) of the Beta distribution with the mean and the variance of x [n], and its Kolmogorov-Smirnov distance from x."""
+    x, n = x.double().clamp(0, 1).sort().values, len(x)
+    if n < 2 or x[0] == x[-1]:
+        return math.nan, math.nan, math.nan
+    m, v = x.mean().item(), x.var(correction=0).item()
+    a, b = m * (m * (1 - m) / v - 1), (1 - m) * (m * (1 - m) / v - 1)
+    cdf, steps = beta_cdf(x, a, b), torch.arange(n + 1) / n
+    return a, b, max((steps[1:] - cdf).max().item(), (cdf - steps[:-1]).max().item())
+
+
+def sweep(model, prompts, budgets, on, page_size, args):
+    """alpha against the dense policy under each budget, fixed -> list of Measured. on="sparse": of samples drawn under it, as
+    in training; on="dense": teacher-forced on one set of dense samples, for a forward pass a budget."""
+    context, T = max(map(len, prompts)) + args.max_new_tokens, args.temperature
+    actor = Actor(model, min(args.rows, len(prompts) * args.n), context, page_size=page_size, dense_layers=args.dense_layers,
+                  alpha_every=args.alpha_every)
+
+    def sample(schedule):  # the same random numbers under every budget
+        return actor.generate(prompts, args.n, args.max_new_tokens, T, schedule, model.stop_ids, args.seed, progress=True)
+
+    def forced(rollout, schedule):
+        pages = schedule.pages(torch.arange(1, len(rollout.prompt_ids + rollout.ids) + 1, device=actor.device))
+        pages[:len(rollout.prompt_ids)] = DENSE
+        return sparse_attend(pages, args.dense_layers, page_size)
+
+    dense, results = sample(None) if on == "dense" else None, []
+    for pages in budgets:
+        schedule = Schedule((pages,), context, page_size)
+        rollouts = dense or sample(schedule)
+        alphas = [rollout_alpha(model, r, T or 1.0, args.alpha_every, forced(r, schedule) if dense else dense_attend)
+                  for r in rollouts]
+        results.append(measure(on, pages, page_size, rollouts, alphas, -(-context // args.bin_tokens), args))
+    return results
+
+
+def choose(results, tau):
+    """The least budget that holds the tail at tau, as all larger ones do too, bin by bin -> (pages [bins], indices of the bins
+    where none does and the largest is taken). Later positions never read less; a bin without data holds its neighbour's."""
+    pages, unmet = [], []
+    for i in range(len(results[0].tails)):
+        known = [m for m in results if not math.isnan(m.tails[i])]
+        failed = max((m.pages for m in known if m.tails[i] < tau), default=0)
+        meets = [m.pages for m in known if m.pages > failed]
+        pages.append(meets[0] if meets else results[-1].pages if known else 0)
+        unmet += [i] if known and not meets else []
+    if not any(pages):
+        raise ValueError("no bin has --min-tokens tokens: raise --problems, --n or --max-new-tokens, or widen --bin-tokens")
+    first = next(p for p in pages if p)
+    return [max(first, *pages[:i + 1]) for i in range(len(pages))], unmet
+
+
+def show(sweeps, args):
+    """A table a sweep, whether a larger budget always helped, and what other samples change."""
+    for results in sweeps:
+        print(f"page {results[0].page_size}, {results[0].on} samples; {args.tail:.0%} tail of alpha: of all, and below so many "
+              f"cached tokens (-: under {args.min_tokens} tokens)\n pages   mean  >.999 KS Beta   tail |"
+              + "".join(f"{args.bin_tokens * (i + 1):6d}" for i in range(len(results[0].tails))))
+        for m in results:
+            print(f"{m.pages:6d} {m.mean:6.3f} {m.near_one:6.3f} {m.beta[2]:7.3f} {m.tail:6.3f} |"
+                  + "".join("     -" if math.isnan(t) else f"{t:6.3f}" for t in m.tails))
+        steps = np.diff([m.tails for m in results], axis=0)
+        if (known := ~np.isnan(steps)).any():
+            print(f"from a budget to the next larger, the tail of a bin falls in {(steps < 0).sum()} of {known.sum()} "
+                  f"cases, by {max(0, -steps[known].min()):.3f} at most")
+    gaps = np.subtract(*([m.tails for m in results] for results in (sweeps[0], sweeps[-1])))
+    if len(sweeps) == 2 and (known := ~np.isnan(gaps)).any():
+        gaps = gaps[known]
+        print(f"tails of sparse less those of dense samples: mean {gaps.mean():+.3f}, {gaps.min():+.3f} to {gaps.max():+.3f}")
+
+
+def write_schedule(sweeps, tau, page_size, n_in, config, args):
+    """Choose by the first sweep, save and report -> Schedule."""
+    (pages, unmet), *others = (choose(results, tau) for results in sweeps)
+    schedule, path = Schedule(tuple(pages), args.bin_tokens, page_size), Path(args.out) / f"page{page_size}-tau{tau:g}.json"
+    schedule.save(path)
+    dense, sparse = rollout_cost(config, n_in, args.max_new_tokens, schedule, args.n)
+    print(f"tau {tau:g}: pages {' '.join(map(str, pages))}; predicted speed-up {dense / sparse:.2f}; --schedule {path}")
+    for other, _ in others:
+        print(f"  by dense samples: {' '.join(map(str, other))}")
+    if unmet:
+        ends = ", ".join(str(args.bin_tokens * (i + 1)) for i in unmet)
+        print(f"  NOT MET by any budget measured there: the bins that end at {ends}; they hold the largest; raise --pages")
+    return schedule
+
+
+def calibrate(args):
+    """Measure the tail of alpha by budget and position; write the schedules that hold it, figures and raw numbers."""
+    from verify import load_problems  # for prompts alone: the ones that training would see, in the same words
+    if not all(0 < x < 1 for x in (*args.tau, args.tail)):
+        raise ValueError(f"--tau {' '.join(map(str, args.tau))} --tail {args.tail}: both are shares between 0 and 1")
+    for flag in ("page_size", "pages", "problems", "bin_tokens", "min_tokens", "alpha_every"):
+        if (value := getattr(args, flag)) is not None and np.min(value) < 1:
+            raise ValueError(f"--{flag.replace('_', '-')} {value}: give whole numbers from 1 up")
+    model, out, everything = load_policy(args.model), Path(args.out), []
+    problems = load_problems(args.data, args.seed, args.problems)[:args.problems]
+    prompts = [encode_prompt(model.tokenizer, problem.prompt) for problem in problems]
+    n_in, context = sum(map(len, prompts)) // len(prompts), max(map(len, prompts)) + args.max_new_tokens
+    args.bin_tokens = args.bin_tokens or -(-context // 20)
+    tokens = [p * args.page_size[0] for p in args.pages or ()] or np.geomspace(4 * max(args.page_size), context, 18)
+    print(f"{args.model}: {args.n} samples of each of {len(prompts)} prompts of {args.data}, up to {context} tokens cached")
+    out.mkdir(parents=True, exist_ok=True)
+    for S in args.page_size:
+        budgets = sorted({max(_ceil(t / S), 3) for t in tokens})  # three pages are always read
+        sweeps = [sweep(model, prompts, budgets, on, S, args) for on in ("sparse", "dense") if args.on in (on, "both")]
+        everything += sum(sweeps, [])
+        show(sweeps, args)
+        schedules = {tau: write_schedule(sweeps, tau, S, n_in, model.config, args) for tau in args.tau}
+        plot_calibration(sweeps[0], schedules, args, out / f"page{S}.png")
+        (out / "calibration.json").write_text(json.dumps(vars(args) | {"measured": [m.__dict__ for m in everything]}) + "\n")
+    if len(args.page_size) > 1:
+        plot_page_sizes([m for m in everything if m.on == everything[0].on], n_in, model.config, args, out / "page_sizes.png")
+    print(f"figures and all numbers: {out}")
+
+
+def plot_calibration(results, schedules, args, path):
+    """The paper's Fig. 3 (tail against position, budgets in grey; the schedules) and Fig. 1 b (how alpha is distributed)."""
+    from matplotlib.figure import Figure
+    fig = Figure(figsize=(12, 8), layout="constrained")
+    (tails, pages), (spread, means) = fig.subplots(2, 2)
+    x, name = [args.bin_tokens * (i + 0.5) for i in range(len(results[0].tails))], f"{args.tail:.0%} tail of alpha"
+    for m in results:
+        tails.plot(x, m.tails, ".-", color="0.8", lw=1, ms=3)
+    tails_of = {m.pages: m.tails for m in results}
+    for i, (tau, schedule) in enumerate(schedules.items()):
+        look = dict(color=f"C{i}", label=f"tau {tau:g}")
+        tails.plot(x, [tails_of[p][b] for b, p in enumerate(schedule.bins)], "o-", ms=3, **look)
+        tails.axhline(tau, color=f"C{i}", lw=0.8, ls=":")
+        pages.step(x, schedule.bins, where="mid", **look)
+    tails.set(title=f"Grey: budgets of {results[0].pages} to {results[-1].pages} pages", xlabel="cached tokens", ylabel=name)
+    pages.set(title="The least budget that holds tau", xlabel="cached tokens", ylabel=f"pages of {results[0].page_size} tokens")
+    m, edges = results[len(results) // 2], torch.linspace(0, 1, 51)
+    spread.stairs(m.histogram, edges, fill=True, color="0.8", label=f"{m.near_one:.1%} above 0.999")
+    if not math.isnan(m.beta[0]):
+        fit = beta_cdf((edges / 0.999).clamp(max=1), *m.beta[:2]).diff() * (1 - m.near_one) * sum(m.histogram)
+        spread.stairs(fit, edges, color="C3", label="the rest: Beta({:.2f}, {:.2f}), KS {:.3f}".format(*m.beta))
+    spread.set(title=f"alpha under {m.pages} pages", xlabel="alpha", ylabel="tokens", yscale="log", ylim=(0.5, None))
+    means.plot([m.pages for m in results], [m.mean for m in results], "o-", label="mean of alpha")
+    means.plot([m.pages for m in results], [m.tail for m in results], "o-", label=name)
+    means.set(title="Mean and tail, all positions", xlabel="pages")
+    means.set_xscale("log", base=2)
+    for ax in fig.axes:
+        ax.legend()
+    fig.savefig(path, dpi=110)
+
+
+def pareto(points):
+    """Of (cost, tail) points those that none reaches at less cost, by ascending cost."""
+    points = sorted(points, key=lambda p: (p[0], -p[1]))
+    return [p for i, p in enumerate(points) if all(p[1] > q[1] for q in points[:i])]
+
+
+def plot_page_sizes(results, n_in, config, args, path):
+    """The paper's Fig. 4 b: tail against the predicted cost, a line a page size, and the front."""
+    from matplotlib.figure import Figure
+    fig, points = Figure(figsize=(7, 5), layout="constrained"), {S: [] for S in args.page_size}
+    ax = fig.subplots()
+    for m in results:
+        dense, sparse = rollout_cost(config, n_in, args.max_new_tokens, Schedule((m.pages,), 1, m.page_size), args.n)
+        points[m.page_size].append((sparse / dense, m.tail))
+    for S, line in points.items():
+        ax.plot(*zip(*line), "o-", ms=4, label=f"page {S}")
+    ax.plot(*zip(*pareto(sum(points.values(), []))), "ko", ms=9, mfc="none", label="on the front")
+    ax.set(xlabel="predicted cost of a rollout, dense = 1", ylabel=f"{args.tail:.0%} tail of alpha, all positions")
+    ax.legend()
+    fig.savefig(path, dpi=110)
+
+
 # ---- python sparrow.py ------------------------------------------------------------------------------------------
 
 
+def load_policy(name):
+    """A model that takes text: on the GPU, computing in bf16, if there is one."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = Model.from_pretrained(name, device)
+    if model.tokenizer is None:
+        raise ValueError(f"model '{name}' has no tokenizer (tokenizer.json)")
+    model.dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    return model
+
+
 def main(argv=None):
-    """Generate with the sparse actor, and say how far it is from the dense policy; or time it (--bench)."""
+    """Generate with the sparse actor, and say how far it is from the dense policy; or time it (--bench); or find schedules
+    (--calibrate)."""
     p = argparse.ArgumentParser(prog="sparrow.py", allow_abbrev=False, description=main.__doc__)
     p.add_argument("--model", required=True, help="checkpoint folder or Hub name")
     p.add_argument("--prompt", help="text; put into the chat template if the tokenizer has one")
@@ -1284,7 +1548,7 @@ def main(argv=None):
     p.add_argument("--budget", type=float, default=0.1, help="share of the cached pages read, in (0, 1] (default 0.1)")
     p.add_argument("--schedule", help="a published table or a schedule file instead of --budget")
     p.add_argument("--min-pages", type=int, default=4, help="floor of --budget (default 4)")
-    p.add_argument("--page-size", type=int, default=16, help="tokens in a KV page (default 16)")
+    p.add_argument("--page-size", type=int, nargs="+", default=[16], help="tokens in a KV page (default 16)")
     p.add_argument("--dense-layers", type=int, default=2, help="first layers that stay dense (default 2)")
     p.add_argument("--seed", type=int, default=0, help="seeds the samples (default 0)")
     p.add_argument("--bench", action="store_true", help=f"time decode steps; --model may be a bare shape: {', '.join(SHAPES)}")
@@ -1293,17 +1557,32 @@ def main(argv=None):
     p.add_argument("--every", type=int, default=1, help="--bench: print every so many multiples of 2048 tokens (default 1)")
     p.add_argument("--profile", action="store_true", help="--bench: where a step's time goes, kernel by kernel")
     p.add_argument("--peer", action="store_true", help="--bench: also time transformers' generate near 2,048 tokens")
+    p.add_argument("--calibrate", action="store_true", help="sweep fixed budgets; write the schedule that holds each --tau")
+    p.add_argument("--tau", type=float, nargs="+", default=[0.86], help="--calibrate: floors of the tail (default 0.86)")
+    p.add_argument("--tail", type=float, default=0.05, help="--calibrate: the quantile of alpha (default 0.05)")
+    p.add_argument("--data", "--task", default="countdown", help="--calibrate: problems, as for verify.py (default countdown)")
+    p.add_argument("--problems", type=int, default=64, help="--calibrate: how many of them (default 64)")
+    p.add_argument("--pages", type=int, nargs="+", help="--calibrate: budgets, in pages of the first --page-size, the three "
+                   "reserved ones included (default: 18, spaced by equal factors from 4 pages to all)")
+    p.add_argument("--on", default="sparse", choices=["sparse", "dense", "both"], help="--calibrate: whose samples; sparse: "
+                   "drawn under each budget; dense: one set, scored under each, ten times cheaper (default sparse)")
+    p.add_argument("--bin-tokens", type=int, help="--calibrate: cached tokens in a bin (default: a 20th of all)")
+    p.add_argument("--min-tokens", type=int, default=200, help="--calibrate: a bin with fewer tells nothing (default 200)")
+    p.add_argument("--alpha-every", type=int, default=1, help="--calibrate: measure every so manieth token; larger takes less "
+                   "memory (default 1)")
+    p.add_argument("--out", default="calibration", help="--calibrate: folder for what it finds (default calibration)")
     args = p.parse_args(argv)
-    if not args.bench and args.prompt is None:
-        p.error("--prompt: give the text to continue (or --bench)")
+    if not args.bench and not args.calibrate and args.prompt is None:
+        p.error("--prompt: give the text to continue (or --bench, or --calibrate)")
     try:
+        if args.calibrate:
+            return calibrate(args)
+        if len(args.page_size) > 1:
+            raise ValueError(f"--page-size {' '.join(map(str, args.page_size))}: only --calibrate takes several")
+        args.page_size = args.page_size[0]
         if args.bench:
             return bench(args)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        model = Model.from_pretrained(args.model, device)
-        if model.tokenizer is None:
-            raise ValueError(f"model '{args.model}' has no tokenizer (tokenizer.json)")
-        model.dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        model = load_policy(args.model)
         prompt = encode_prompt(model.tokenizer, args.prompt)
         context = len(prompt) + args.max_new_tokens
         schedule = (Schedule.load(args.schedule, args.page_size) if args.schedule else
