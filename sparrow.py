@@ -436,7 +436,8 @@ def chunked_kl(project, q_hidden, p_hidden, temperature=1.0, chunk=1024):
         with torch.no_grad():
             logp = (project(p).float() / temperature).log_softmax(-1)
         return (logq.exp() * (logq - logp)).sum(-1)
-    return torch.cat([checkpoint(piece, q, p, use_reentrant=False) for q, p in zip(q_hidden.split(chunk), p_hidden.split(chunk))])
+    return torch.cat([checkpoint(piece, q, p, use_reentrant=False)
+                      for q, p in zip(q_hidden.split(chunk), p_hidden.split(chunk))])
 
 
 def rollout_alpha(model, rollout, temperature=1.0, every=1, attend=dense_attend):
@@ -836,7 +837,8 @@ class Actor:
         """
         self._check(prompts, n, max_new_tokens, temperature)
         if schedule and schedule.page_size != self.page_size:
-            raise ValueError(f"the schedule counts pages of {schedule.page_size} tokens, this actor's pages have {self.page_size}")
+            raise ValueError(f"the schedule counts pages of {schedule.page_size} tokens, this actor's pages have "
+                             f"{self.page_size}")
         # Anew each time: a call that was interrupted leaves nothing behind.
         self.free, self.refs = list(range(self.pool_pages, 0, -1)), np.zeros(self.pool_pages + 1, dtype=np.int64)
         self._follow(schedule or Schedule.fraction(1.0, self.max_context, page_size=self.page_size))
@@ -1266,7 +1268,8 @@ def bench(args):
              name: Schedule.load(name, S)}
     print(f"{args.model}: {rows} rows, page {S}, {args.dense_layers} dense layers; read bandwidth "
           f"{bandwidth / 1e12:.2f} TB/s; {torch.cuda.get_device_name()}, torch {torch.__version__}")
-    print(f"{'ms a step at':>22s}" + "".join(f"{n:>8d}" for n in lengths[::args.every]) + "   rollout: seconds, floor, ratio, tok/s")
+    print(f"{'ms a step at':>22s}" + "".join(f"{n:>8d}" for n in lengths[::args.every])
+          + "   rollout: seconds, floor, ratio, tok/s")
     totals = {}
     for mode, schedule in modes.items():
         measured = step_times(actor, rows, lengths, schedule)
@@ -1279,8 +1282,8 @@ def bench(args):
         print(f"{'over its byte floor':>22s}" + "".join(f"{t / f:8.2f}" for t, f in list(zip(measured, floors))[::args.every]))
     for mode in list(totals)[1:]:
         gain, bound = (totals["dense"][i] / totals[mode][i] for i in (0, 1))
-        print(f"{mode}: a rollout to {lengths[-1]} tokens is {gain:.2f}x as fast as dense; the byte floors' ratio is {bound:.2f} "
-              f"({gain / bound:.0%} of it)")
+        print(f"{mode}: a rollout to {lengths[-1]} tokens is {gain:.2f}x as fast as dense; the byte floors' ratio is "
+              f"{bound:.2f} ({gain / bound:.0%} of it)")
         short, full = (rollout_cost(c, 0, lengths[-1], modes[mode], prompts=rows, finite=f) for f in (False, True))
         print(f"  the cost model predicts {short[0] / short[1]:.2f}x (Section 3.3), {full[0] / full[1]:.2f}x (Appendix F)")
     for mode in modes if args.profile else ():
@@ -1314,8 +1317,8 @@ def bench_peer(model, hf, rows, context=2048):
             torch.cuda.synchronize()
             seconds.append(time.perf_counter() - started)
         rates.append(rows * 128 / (seconds[2] - seconds[1]))
-    print(f"decoding near {context} tokens, {rows} rows, dense: {rates[0]:,.0f} tokens/s here, {rates[1]:,.0f} by transformers' "
-          f"generate: {rates[0] / rates[1]:.1f}x")
+    print(f"decoding near {context} tokens, {rows} rows, dense: {rates[0]:,.0f} tokens/s here, {rates[1]:,.0f} by "
+          f"transformers' generate: {rates[0] / rates[1]:.1f}x")
 
 
 # ---- python sparrow.py --calibrate: the budget that holds the tail, position by position --------------------------------
@@ -1565,7 +1568,7 @@ def main(argv=None):
     p.add_argument("--pages", type=int, nargs="+", help="--calibrate: budgets, in pages of the first --page-size, the three "
                    "reserved ones included (default: 18, spaced by equal factors from 4 pages to all)")
     p.add_argument("--on", default="sparse", choices=["sparse", "dense", "both"], help="--calibrate: whose samples; sparse: "
-                   "drawn under each budget; dense: one set, scored under each, ten times cheaper (default sparse)")
+                   "drawn under each budget; dense: one set, scored under each, far cheaper (default sparse)")
     p.add_argument("--bin-tokens", type=int, help="--calibrate: cached tokens in a bin (default: a 20th of all)")
     p.add_argument("--min-tokens", type=int, default=200, help="--calibrate: a bin with fewer tells nothing (default 200)")
     p.add_argument("--alpha-every", type=int, default=1, help="--calibrate: measure every so manieth token; larger takes less "

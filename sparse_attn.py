@@ -900,8 +900,8 @@ def bench(copies=4, S=16, D=128):
         kv, marks = 4 * B * G * T * D, 2 * B * G * P * D                                  # bytes of K and V, of the landmarks
         def row(name, size, call):
             t = timed([lambda layer=layer: call(*layer) for layer in layers])
-            print(f"{f'{B} x {T:,}, {H}/{G}':24s}{name:26s}{t * 1e6:8.1f}{size / bandwidth * 1e6:8.1f}{t / size * bandwidth:7.2f}"
-                  f"{size / t / 1e9:7,.0f}", flush=True)
+            print(f"{f'{B} x {T:,}, {H}/{G}':24s}{name:26s}{t * 1e6:8.1f}{size / bandwidth * 1e6:8.1f}"
+                  f"{t / size * bandwidth:7.2f}{size / t / 1e9:7,.0f}", flush=True)
         row("dense", kv, lambda q, k, v, m: paged_attention(q, k, v, table, n))
         for name, call in peers(layers, table, n):
             row(name, kv, call)

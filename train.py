@@ -106,7 +106,7 @@ FLAGS = [
     Flag("--max-tv", 0.14, "largest total variation 1 - alpha of --correction tv"),
     Flag("--kl-ref", 0.0, "weight of a KL term (k3) to the starting policy; costs a second copy of the fp32 weights in memory, "
          "and a forward pass"),
-    Flag("--distill", 0.0, "DistillSparse: train a LoRA of the sparse actor's own, this the weight of KL(sparse || dense); 0: none"),
+    Flag("--distill", 0.0, "DistillSparse: train a LoRA of the sparse actor's own; weight of KL(sparse || dense); 0: none"),
     Flag("--lora-rank", 16, "rank of that LoRA"),
     Flag("--distill-lr", 1e-3, "its learning rate"),
     Flag("--adv", "std", "divide advantages by the group's standard deviation, or not", choices=["std", "none"]),
@@ -167,7 +167,8 @@ def parse_args(argv=None):
 
 def _check_args(a, p):
     for key in ("steps prompts samples oversample max_new_tokens rows page_size temperature lr minibatches cap micro_tokens "
-                "warm_tokens code_timeout grad_clip eval_samples eval_every save_every warm_lr alpha_every lora_rank distill_lr").split():
+                "warm_tokens code_timeout grad_clip eval_samples eval_every save_every warm_lr alpha_every lora_rank "
+                "distill_lr").split():
         if not getattr(a, key) > 0:
             p.error(f"--{key.replace('_', '-')} {getattr(a, key)}: must be above 0")
     for key, high in (("budget", 1), ("tail", 0.5), ("mean_alpha", 0.9999), ("max_tv", 1), ("floor", a.cap)):
@@ -731,7 +732,8 @@ def save(out, done, policy, optimizer, controller, lora):
     state = dict(step=done, optimizer=optimizer.state_dict(), controller=controller.state_dict())
     if lora:
         pairs, lora_optimizer = lora
-        state |= dict(lora={k: [x.detach() for x in pair] for k, pair in pairs.items()}, lora_optimizer=lora_optimizer.state_dict())
+        state |= dict(lora={k: [x.detach() for x in pair] for k, pair in pairs.items()},
+                      lora_optimizer=lora_optimizer.state_dict())
         save_lora(pairs, part / "sparse_actor")
     torch.save(state, part / "trainer.pt")
     shutil.rmtree(final, ignore_errors=True)

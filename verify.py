@@ -1073,13 +1073,8 @@ def read_responses(path):
 
 def sample(args, problems):
     """Responses of a checkpoint -> (lists of texts, a problem each; lists of lengths; facts for the report)."""
-    import torch
-    from sparrow import Actor, Model, Schedule, encode_prompt
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = Model.from_pretrained(args.model, device)
-    if model.tokenizer is None:
-        raise ValueError(f"--model {args.model}: it has no tokenizer (tokenizer.json)")
-    model.dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    from sparrow import Actor, Schedule, encode_prompt, load_policy
+    model = load_policy(args.model)
     prompts = [encode_prompt(model.tokenizer, p.prompt, args.chat) for p in problems]
     context = max(map(len, prompts)) + args.max_new_tokens
     schedule = (Schedule.load(args.schedule, args.page_size) if args.schedule else
