@@ -2,6 +2,7 @@
 import pytest
 import torch
 
+import sparrow
 from sparrow import Actor, Model, Schedule, chunked_acceptance, sparse_attend, token_logprobs
 from sparse_attn import DENSE, append_kv, paged_attention, select_pages, sparse_attention
 
@@ -88,3 +89,12 @@ def test_graphs_are_captured_anew_for_another_length(policy, random_ids):
     for length, temperature in ((20, 1.0), (40, 1.0), (40, 0.5), (20, 1.0)):
         rollouts = actor.generate([random_ids(9).tolist()], 8, length, temperature)
         assert all(len(r.ids) == length for r in rollouts)
+
+
+def test_bench_prints_steps_floors_and_a_rollout(capsys):
+    """No step is faster than its bytes allow, and what --profile counts is less than the step."""
+    sparrow.main("--bench --model Qwen3-0.6B --rows 2 --context 4096 --budget 0.2 --min-pages 4 --profile".split())
+    out = capsys.readouterr().out
+    ratios = [float(x) for line in out.splitlines() if "over its byte floor" in line for x in line.split()[4:]]
+    assert len(ratios) == 3 * 2 and min(ratios) > 0.95
+    assert "_attend_kernel" in out and "_select_kernel" in out and out.count("a rollout to 4096 tokens is") == 2
