@@ -28,8 +28,10 @@ Deviations from the paper:
 import argparse
 import json
 import os
+import pickle
 import random
 import shutil
+import signal
 import string
 import sys
 import time
@@ -42,6 +44,7 @@ from sparse_attn import DENSE
 from verify import grade_all, load_problems, parse_task
 
 import torch
+from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 # ---- flags ------------------------------------------------------------------------------------------------------
@@ -128,6 +131,7 @@ FLAGS = [
     Flag("--eval-samples", 1, "samples for each of them", 2),
     Flag("--eval-every", 20, "steps between evaluations (also before the first and after the last)", 8),
     Flag("--save-every", 50, "steps between checkpoints (also after the last)"),
+    Flag("--keep", 2, "checkpoints kept, the newest ones"),
 ]
 
 
@@ -153,7 +157,7 @@ def parse_args(argv=None):
         if not config.exists():
             p.error(f"--resume: no run in '{config.parent}' (no config.json)")
         saved = json.loads(config.read_text())
-        free = {"out", "steps", "eval_every", "save_every", "rows", "pool_pages", "micro_tokens", "device", "warm_dir"}
+        free = {"out", "steps", "eval_every", "save_every", "keep", "rows", "pool_pages", "micro_tokens", "device", "warm_dir"}
         for key in saved.keys() - free:
             if getattr(args, key) not in (None, saved[key]):
                 p.error(f"--resume: --{key.replace('_', '-')} is {saved[key]} in that run, given {getattr(args, key)}; "
@@ -167,8 +171,8 @@ def parse_args(argv=None):
 
 def _check_args(a, p):
     for key in ("steps prompts samples oversample max_new_tokens rows page_size temperature lr minibatches cap micro_tokens "
-                "warm_tokens code_timeout grad_clip eval_samples eval_every save_every warm_lr alpha_every lora_rank "
-                "distill_lr").split():
+                "warm_tokens code_timeout grad_clip eval_samples eval_every save_every keep warm_lr alpha_every "
+                "lora_rank distill_lr").split():
         if not getattr(a, key) > 0:
             p.error(f"--{key.replace('_', '-')} {getattr(a, key)}: must be above 0")
     for key, high in (("budget", 1), ("tail", 0.5), ("mean_alpha", 0.9999), ("max_tv", 1), ("floor", a.cap)):
@@ -721,10 +725,11 @@ def budget_metrics(rollouts, schedule):
 # ---- checkpoints ------------------------------------------------------------------------------------------------
 
 
-def save(out, done, policy, optimizer, controller, lora):
-    """A folder that `transformers` opens, with what resuming needs beside it. Written aside, then renamed; two are kept.
+def save(out, done, policy, optimizer, controller, lora, keep):
+    """A folder that `transformers` opens, with what resuming needs beside it; `keep` of them are kept.
 
-    The actor's LoRA goes to `sparse_actor`, as an adapter that PEFT opens.
+    Written aside, forced to disk, then renamed: whatever bears the name step-XXXXXX is whole, also after a power cut. The
+    actor's LoRA goes to `sparse_actor`, as an adapter that PEFT opens.
     """
     final, part = out / f"step-{done:06d}", out / f".step-{done:06d}.part"
     shutil.rmtree(part, ignore_errors=True)
@@ -736,10 +741,21 @@ def save(out, done, policy, optimizer, controller, lora):
                       lora_optimizer=lora_optimizer.state_dict())
         save_lora(pairs, part / "sparse_actor")
     torch.save(state, part / "trainer.pt")
+    for path in (*part.rglob("*"), part):
+        _sync(path)
     shutil.rmtree(final, ignore_errors=True)
     os.replace(part, final)
-    for old in sorted(out.glob("step-*"))[:-2]:
+    _sync(out)
+    for old in sorted(out.glob("step-*"))[:-keep]:
         shutil.rmtree(old)
+
+
+def _sync(path):
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def restore(checkpoint, optimizer, controller, lora, device):
@@ -756,10 +772,26 @@ def restore(checkpoint, optimizer, controller, lora, device):
 
 
 def newest_checkpoint(out):
-    found = sorted(out.glob("step-*/trainer.pt"))
-    if not found:
-        raise ValueError(f"--resume: no checkpoint (step-*/trainer.pt) in '{out}'")
-    return found[-1].parent
+    """The newest whole checkpoint; broken ones (a full or failing disk) are passed over, with a warning."""
+    for folder in sorted(out.glob("step-*"), reverse=True):
+        try:
+            torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True, mmap=True)
+            with safe_open(folder / "model.safetensors", "pt"):
+                return folder
+        except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
+            print(f"checkpoint '{folder}' is broken and passed over ({type(error).__name__}: {str(error)[:200]})", file=sys.stderr)
+    raise ValueError(f"--resume: no whole checkpoint (step-*) in '{out}'")
+
+
+def read_metrics(path, done):
+    """What the run wrote up to step `done`; a last line that a kill has cut is left out."""
+    found = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            break
+    return [m for m in found if m["step"] <= done]
 
 
 # ---- what a person sees -----------------------------------------------------------------------------------------
@@ -928,7 +960,7 @@ def main(argv=None):
             lora = pairs, torch.optim.AdamW([x for pair in pairs.values() for x in pair], lr=args.distill_lr, weight_decay=0.0)
         if checkpoint:
             done, schedule = restore(checkpoint, optimizer, controller, lora, device), controller.schedule
-            history = [m for m in map(json.loads, (out / "metrics.jsonl").read_text().splitlines()) if m["step"] <= done]
+            history = read_metrics(out / "metrics.jsonl", done)
         out.mkdir(parents=True, exist_ok=True)
         flags = {k: v for k, v in vars(args).items() if k not in ("parser", "resume", "plot", "plot_out")}
         (out / "config.json").write_text(json.dumps(flags, indent=1))
@@ -953,9 +985,17 @@ def main(argv=None):
             f.write(json.dumps(m) + "\n")
         print(readable(m))
 
-    if not done:
+    stops = []
+
+    def stop(number, frame):
+        if stops:
+            raise KeyboardInterrupt
+        stops.append(number)
+        print("asked to stop: this step is finished and saved first (asked again: at once, unsaved)", file=sys.stderr)
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    if not history:
         record({"step": 0} | evaluate(actor, policy, held_out, args))
-    while done < args.steps:
+    while done < args.steps and not stops:
         # 1. the actor takes over theta, and what it has of its own; generate with it
         t0 = time.perf_counter()
         actor.load(policy, lora and lora[0])
@@ -996,13 +1036,23 @@ def main(argv=None):
         if done % args.eval_every == 0 or done == args.steps:
             m |= evaluate(actor, policy, held_out, args)
         record(m)
-        if done % args.save_every == 0 or done == args.steps:
-            save(out, done, policy, optimizer, controller, lora)
+        if done % args.save_every == 0 or done == args.steps or stops:
+            save(out, done, policy, optimizer, controller, lora, args.keep)
         if time.perf_counter() - plotted > 20 or done == args.steps:
             plot(history, args, out / "run.png")
             plotted = time.perf_counter()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    if stops and done < args.steps:
+        if not done:
+            save(out, done, policy, optimizer, controller, lora, args.keep)
+        print(f"stopped after {done} of {args.steps} steps; --resume --out {out} goes on")
+        sys.exit(128 + stops[0])
     summary(history, args, actor, len(held_out), longest, started)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

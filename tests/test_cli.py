@@ -1,8 +1,10 @@
 """The command line: what it refuses and how, a very small whole run, and an exact resume."""
 import json
 import math
+import signal
 import subprocess
 import sys
+import time
 import zlib
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
@@ -139,6 +141,56 @@ def test_resume_is_exact(straight, tmp_path, monkeypatch, capsys):
         assert {k: str(v) for k, v in a.items() if k not in CLOCKS} == {k: str(v) for k, v in b.items() if k not in CLOCKS}
     one, two = weights(straight / "step-000004"), weights(tmp_path / "step-000004")
     assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_a_broken_checkpoint_and_a_cut_line_are_passed_over(straight, tmp_path, monkeypatch, capsys):
+    """What a kill or a full disk leaves: the last whole checkpoint is used, and said so; metrics go on from there."""
+    monkeypatch.setattr(verify, "grade", text_reward)
+    run(tmp_path, "--steps", 3)
+    state = tmp_path / "step-000003" / "trainer.pt"
+    state.write_bytes(state.read_bytes()[:-100])
+    (tmp_path / ".step-000004.part").mkdir()
+    with (tmp_path / "metrics.jsonl").open("a") as f:
+        f.write('{"step": 4, "rew')
+    train.main(["--resume", "--out", str(tmp_path), "--steps", "4"])
+    assert "step-000003" in capsys.readouterr().err
+    one, two = weights(straight / "step-000004"), weights(tmp_path / "step-000004")
+    assert all(torch.equal(one[name], two[name]) for name in one) and [m["step"] for m in metrics(tmp_path)] == [0, 1, 2, 3, 4]
+    for folder in tmp_path.glob("step-*"):
+        (folder / "model.safetensors").write_bytes(b"")
+    assert "no whole checkpoint" in refusal(capsys, "--resume", "--out", tmp_path)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(straight, tmp_path_factory):
+    """Four steps whose rewards differ by length: the flags, and the weights they end with."""
+    out = tmp_path_factory.mktemp("undisturbed")
+    more = ["--warm-dir", straight / "warm", "--overlong", 24, "--eval", 0]
+    run(out, *more, "--steps", 4)
+    last = weights(out / "step-000004")
+    assert not torch.equal(last["lm_head.weight"], weights(straight / "warm")["lm_head.weight"]), "it learns something"
+    return [*SMALL, *map(str, more)], last
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_stopped_in_the_middle_it_ends_the_same(number, status, undisturbed, tmp_path):
+    """Faults: a signal that loses the run, leaves a half-written checkpoint, or makes the rest come out differently."""
+    more, want = undisturbed
+    command = [sys.executable, train.__file__, *more, "--out", tmp_path, "--steps"]
+    child = subprocess.Popen([*map(str, command), "4000"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        while not list(tmp_path.glob("step-*")) and child.poll() is None:
+            time.sleep(0.01)
+        child.send_signal(number)
+        assert child.wait(60) == status
+    finally:
+        child.kill()
+    done = int(sorted(tmp_path.glob("step-*"))[-1].name[5:])
+    if done > 4:
+        pytest.skip("the machine was too slow to stop it in time")
+    train.main(["--resume", "--out", str(tmp_path), "--steps", "4"])
+    got = weights(tmp_path / "step-000004")
+    assert all(torch.equal(want[name], got[name]) for name in want)
 
 
 def test_the_ablations_resume_exactly_too(straight, tmp_path, monkeypatch):
