@@ -116,6 +116,7 @@ FLAGS = [
     Flag("--overlong", 0, "soft penalty (DAPO): over the last n tokens before --max-new-tokens the reward sinks by up to 1"),
     Flag("--truncated", "keep", "responses cut off at --max-new-tokens: keep in the loss, or mask", choices=["keep", "mask"]),
     Flag("--grad-clip", 1.0, "largest gradient norm"),
+    Flag("--max-skipped", 5, "stop after so many steps in a row whose gradient was not finite"),
     Flag("--weight-decay", 0.0, "of AdamW"),
     Flag("--micro-tokens", 16384, "tokens in one forward pass: memory only, the mathematics stays", 8192),
     # supervised warm start on a procedural task's own traces
@@ -172,7 +173,7 @@ def parse_args(argv=None):
 def _check_args(a, p):
     for key in ("steps prompts samples oversample max_new_tokens rows page_size temperature lr minibatches cap micro_tokens "
                 "warm_tokens code_timeout grad_clip eval_samples eval_every save_every keep warm_lr alpha_every "
-                "lora_rank distill_lr").split():
+                "lora_rank distill_lr max_skipped").split():
         if not getattr(a, key) > 0:
             p.error(f"--{key.replace('_', '-')} {getattr(a, key)}: must be above 0")
     for key, high in (("budget", 1), ("tail", 0.5), ("mean_alpha", 0.9999), ("max_tv", 1), ("floor", a.cap)):
@@ -421,7 +422,7 @@ def update_policy(policy, optimizer, kept, unmoved, args, device, reference=None
         elif n_tokens:
             print(f"gradient norm is {norm.item()}: this update is skipped", file=sys.stderr)
         optimizer.zero_grad(set_to_none=True)
-        stats.append({"grad_norm": norm.item()})
+        stats.append({"grad_norm": norm.item(), "skipped": int(not norm.isfinite())})
     return measured, _merge(stats)
 
 
@@ -477,6 +478,7 @@ def _merge(stats):
     out["ratio_max"] = max((s["ratio_max"] for s in passes), default=0.0)
     out["loss"] = sum(s["loss"] for s in passes)
     out["grad_norm"] = max((s["grad_norm"] for s in stats if "grad_norm" in s), default=0.0)
+    out["skipped"] = sum(s.get("skipped", 0) for s in stats)
     return out
 
 
@@ -985,7 +987,7 @@ def main(argv=None):
             f.write(json.dumps(m) + "\n")
         print(readable(m))
 
-    stops = []
+    stops, skipped = [], 0
 
     def stop(number, frame):
         if stops:
@@ -1036,6 +1038,11 @@ def main(argv=None):
         if done % args.eval_every == 0 or done == args.steps:
             m |= evaluate(actor, policy, held_out, args)
         record(m)
+        skipped = skipped + 1 if stats["skipped"] else 0
+        if skipped == args.max_skipped:
+            print(f"--max-skipped: in {skipped} steps in a row the gradient was not finite; a lower --lr, or another --seed or "
+                  "--data, may help", file=sys.stderr)
+            stops.append(0)
         if done % args.save_every == 0 or done == args.steps or stops:
             save(out, done, policy, optimizer, controller, lora, args.keep)
         if time.perf_counter() - plotted > 20 or done == args.steps:
@@ -1047,7 +1054,7 @@ def main(argv=None):
         if not done:
             save(out, done, policy, optimizer, controller, lora, args.keep)
         print(f"stopped after {done} of {args.steps} steps; --resume --out {out} goes on")
-        sys.exit(128 + stops[0])
+        sys.exit(128 + stops[0] if stops[0] else 1)
     summary(history, args, actor, len(held_out), longest, started)
 
 

@@ -161,6 +161,19 @@ def test_a_broken_checkpoint_and_a_cut_line_are_passed_over(straight, tmp_path, 
     assert "no whole checkpoint" in refusal(capsys, "--resume", "--out", tmp_path)
 
 
+def test_gradients_that_stay_infinite_stop_the_run_with_a_checkpoint(straight, tmp_path, monkeypatch, capsys):
+    """Each such update is skipped and counted; the weights stay what they were."""
+    monkeypatch.setattr(verify, "grade", text_reward)
+    loss = train.policy_loss
+    monkeypatch.setattr(train, "policy_loss", lambda *a, **k: (lambda found: (found[0] * float("nan"), found[1]))(loss(*a, **k)))
+    with pytest.raises(SystemExit) as stopped:
+        run(tmp_path, "--warm-dir", straight / "warm", "--eval", 0, "--max-skipped", 2, "--steps", 9)
+    assert stopped.value.code == 1 and "--max-skipped" in capsys.readouterr().err
+    assert [m["skipped"] for m in metrics(tmp_path)[1:]] == [1, 1]
+    one, two = weights(straight / "warm"), weights(tmp_path / "step-000002")
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
 @pytest.fixture(scope="module")
 def undisturbed(straight, tmp_path_factory):
     """Four steps whose rewards differ by length: the flags, and the weights they end with."""
