@@ -338,6 +338,16 @@ def read_weights(folder, model, device):
     return state
 
 
+def load_with_tokenizer(name, device=None):
+    """A model that takes text, on the GPU if there is one; there it computes in bf16."""
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    model = Model.from_pretrained(name, device)
+    if model.tokenizer is None:
+        raise ValueError(f"model '{name}' has no tokenizer (tokenizer.json)")
+    model.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return model
+
+
 # ---- LoRA: what the sparse actor has and the policy has not --------------------------------------------------------
 
 
@@ -536,6 +546,13 @@ class Schedule:
         if schedule.page_size != page_size:
             raise ValueError(f"--schedule {path}: made for page size {schedule.page_size}, but --page-size is {page_size}")
         return schedule
+
+    @classmethod
+    def asked(cls, args, max_context):
+        """What the flags --schedule, or else --budget and --min-pages, ask for."""
+        if args.schedule:
+            return cls.load(args.schedule, args.page_size)
+        return cls.fraction(args.budget, max_context, page_size=args.page_size, min_pages=args.min_pages)
 
     def save(self, path):
         Path(path).write_text(json.dumps(self.__dict__ | {"bins": list(self.bins)}) + "\n")
@@ -1325,7 +1342,7 @@ def bench_peer(model, hf, rows, context=2048):
 
 
 @dataclass
-class Measured:
+class Reading:
     """alpha under one fixed budget. Bins are of cached tokens; NaN: too few tokens there to tell."""
     on: str               # whose samples: "sparse" (drawn under this budget) or "dense"
     page_size: int
@@ -1346,7 +1363,7 @@ def measure(on, pages, page_size, rollouts, alphas, n_bins, args):
     bins = [alpha[at // args.bin_tokens == i] for i in range(n_bins)]
     tails = [tail(x, fraction=args.tail) if len(x) >= args.min_tokens else math.nan for x in bins]
     rare = alpha[alpha <= 0.999]
-    return Measured(on, page_size, pages, [len(x) for x in bins], tails, tail(alpha, fraction=args.tail), alpha.mean().item(),
+    return Reading(on, page_size, pages, [len(x) for x in bins], tails, tail(alpha, fraction=args.tail), alpha.mean().item(),
                     1 - len(rare) / len(alpha), beta_fit(rare / 0.999), torch.histc(alpha.clamp(max=1), 50, 0, 1).tolist())
 
 
@@ -1370,7 +1387,7 @@ def beta_fit(x):
 
 
 def sweep(model, prompts, budgets, on, page_size, args):
-    """alpha against the dense policy under each budget, fixed -> list of Measured. on="sparse": of samples drawn under it, as
+    """alpha against the dense policy under each budget, fixed -> list of Reading. on="sparse": of samples drawn under it, as
     in training; on="dense": teacher-forced on one set of dense samples, for a forward pass a budget."""
     context, T = max(map(len, prompts)) + args.max_new_tokens, args.temperature
     actor = Actor(model, min(args.rows, len(prompts) * args.n), context, page_size=page_size, dense_layers=args.dense_layers,
@@ -1452,7 +1469,7 @@ def calibrate(args):
     for flag in ("page_size", "pages", "problems", "bin_tokens", "min_tokens", "alpha_every"):
         if (value := getattr(args, flag)) is not None and np.min(value) < 1:
             raise ValueError(f"--{flag.replace('_', '-')} {value}: give whole numbers from 1 up")
-    model, out, everything = load_policy(args.model), Path(args.out), []
+    model, out, everything = load_with_tokenizer(args.model), Path(args.out), []
     problems = load_problems(args.data, args.seed, args.problems)[:args.problems]
     prompts = [encode_prompt(model.tokenizer, problem.prompt) for problem in problems]
     n_in, context = sum(map(len, prompts)) // len(prompts), max(map(len, prompts)) + args.max_new_tokens
@@ -1529,16 +1546,6 @@ def plot_page_sizes(results, n_in, config, args, path):
 # ---- python sparrow.py ------------------------------------------------------------------------------------------
 
 
-def load_policy(name):
-    """A model that takes text: on the GPU, computing in bf16, if there is one."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = Model.from_pretrained(name, device)
-    if model.tokenizer is None:
-        raise ValueError(f"model '{name}' has no tokenizer (tokenizer.json)")
-    model.dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    return model
-
-
 def main(argv=None):
     """Generate with the sparse actor, and say how far it is from the dense policy; or time it (--bench); or find schedules
     (--calibrate)."""
@@ -1585,11 +1592,10 @@ def main(argv=None):
         args.page_size = args.page_size[0]
         if args.bench:
             return bench(args)
-        model = load_policy(args.model)
+        model = load_with_tokenizer(args.model)
         prompt = encode_prompt(model.tokenizer, args.prompt)
         context = len(prompt) + args.max_new_tokens
-        schedule = (Schedule.load(args.schedule, args.page_size) if args.schedule else
-                    Schedule.fraction(args.budget, context, page_size=args.page_size, min_pages=args.min_pages))
+        schedule = Schedule.asked(args, context)
         actor = Actor(model, args.n, context, page_size=args.page_size, dense_layers=args.dense_layers)
         rollouts = actor.generate([prompt], args.n, args.max_new_tokens, args.temperature, schedule, model.stop_ids,
                                   args.seed, progress=True)

@@ -371,7 +371,7 @@ def _select_kernel(q, landmarks, table, lengths, budgets, scores, pages, counts,
 
 
 def select_pages_triton(q, landmarks, page_table, lengths, budgets, page_size=16, first=1, last=2, arrived=None, pool=False,
-                        chunk=256, tile=128, warps=4):
+                        chunk=256, tile=128):
     (B, H, D), G, P = q.shape, landmarks.shape[1], page_table.shape[1]
     scores = torch.empty(B, G, P, device=q.device)
     pages = torch.empty(B, G, P, dtype=torch.int32, device=q.device)
@@ -380,7 +380,7 @@ def select_pages_triton(q, landmarks, page_table, lengths, budgets, page_size=16
     _select_kernel[G, triton.cdiv(P, chunk), B](
         q, landmarks, page_table, lengths, budgets, scores, pages, counts, arrived, q.stride(0), q.stride(1),
         page_table.stride(0), P, first, last, pool, H // G, page_size, D, triton.next_power_of_2(D), triton.next_power_of_2(P),
-        chunk, tile, num_warps=warps)
+        chunk, tile, num_warps=4)
     return pages, counts
 
 
@@ -436,7 +436,7 @@ def _merge_kernel(parts, stats, out, R: tl.constexpr, D: tl.constexpr, BD: tl.co
     tl.store(out + (bg * R + r) * D + d, result, d < D)
 
 
-def paged_attention_triton(q, k_pages, v_pages, page_table, lengths, splits=None, tile=64):
+def paged_attention_triton(q, k_pages, v_pages, page_table, lengths, splits=None):
     (B, H, D), (N, G, S, _), K = q.shape, k_pages.shape, page_table.shape[-1]
     R, BD, per_head, warps, stages = H // G, triton.next_power_of_2(D), page_table.ndim == 3, 2, 5
     if splits is None:
@@ -455,7 +455,7 @@ def paged_attention_triton(q, k_pages, v_pages, page_table, lengths, splits=None
     _attend_kernel[B, G, splits](
         q, k_pages, v_pages, page_table, lengths, out, parts, stats, q.stride(0), q.stride(1), page_table.stride(0),
         page_table.stride(1) if per_head else 0, lengths.stride(0), lengths.stride(1) if per_head else 0, G,
-        D**-0.5 * 1.4426950408889634, R, max(16, triton.next_power_of_2(R)), S, D, BD, splits, tile, stages, num_warps=warps)
+        D**-0.5 * 1.4426950408889634, R, max(16, triton.next_power_of_2(R)), S, D, BD, splits, 64, stages, num_warps=warps)
     if splits > 1:
         _merge_kernel[B * G, R](parts, stats, out, R, D, BD, splits, num_warps=1)
     return out

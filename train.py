@@ -39,7 +39,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sparrow import (Actor, Config, Controller, Model, Rollout, Schedule, chunked_acceptance, chunked_kl, encode_prompt,
-                     gather_logprobs, lora_on, make_lora, save_lora, sparse_attend, tail, token_logprobs)
+                     gather_logprobs, load_with_tokenizer, lora_on, make_lora, save_lora, sparse_attend, tail, token_logprobs)
 from sparse_attn import DENSE
 from verify import grade_all, load_problems, parse_task
 
@@ -644,10 +644,7 @@ def load_policy(args, out, device, checkpoint=None):
         name = warm
     elif name == out / "builtin":
         build_tiny(name, args.seed)
-    policy = Model.from_pretrained(name, device)
-    if policy.tokenizer is None:
-        raise ValueError(f"model '{name}' has no tokenizer (tokenizer.json); problems could not be read to it")
-    policy.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    policy = load_with_tokenizer(name, device)
     policy.checkpoint_layers = device.type == "cuda"
     return policy, bool(checkpoint or found or not args.warm_start)
 
@@ -686,9 +683,7 @@ def make_actor(policy, args, context, device):
     if (need := -(-context // args.page_size) + 1) > actor.pool_pages:
         raise ValueError(f"--pool-pages: one sequence of {context} tokens may need {need} pages of {args.page_size}, the pool "
                          f"holds {actor.pool_pages}")
-    if args.schedule:
-        return actor, Schedule.load(args.schedule, args.page_size)
-    return actor, Schedule.fraction(args.budget, context, page_size=args.page_size, min_pages=args.min_pages)
+    return actor, Schedule.asked(args, context)
 
 
 def generate(actor, policy, problems, n, schedule, seed, args):
@@ -730,7 +725,7 @@ def budget_metrics(rollouts, schedule):
 def save(out, done, policy, optimizer, controller, lora, keep):
     """A folder that `transformers` opens, with what resuming needs beside it; `keep` of them are kept.
 
-    Written aside, forced to disk, then renamed: whatever bears the name step-XXXXXX is whole, also after a power cut. The
+    Written aside, forced to disk, then renamed: whatever is named step-NUMBER is whole, also after a power cut. The
     actor's LoRA goes to `sparse_actor`, as an adapter that PEFT opens.
     """
     final, part = out / f"step-{done:06d}", out / f".step-{done:06d}.part"
@@ -794,6 +789,19 @@ def read_metrics(path, done):
         except ValueError:
             break
     return [m for m in found if m["step"] <= done]
+
+
+def stop_signals():
+    """Catch SIGTERM and Ctrl-C, so that a step is finished first; a second one ends at once -> (the list that they arrive
+    in, the handlers to put back)."""
+    stops = []
+
+    def stop(number, frame):
+        if stops:
+            raise KeyboardInterrupt
+        stops.append(number)
+        print("asked to stop: this step is finished and saved first (asked again: at once, unsaved)", file=sys.stderr)
+    return stops, {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
 
 
 # ---- what a person sees -----------------------------------------------------------------------------------------
@@ -987,14 +995,7 @@ def main(argv=None):
             f.write(json.dumps(m) + "\n")
         print(readable(m))
 
-    stops, skipped = [], 0
-
-    def stop(number, frame):
-        if stops:
-            raise KeyboardInterrupt
-        stops.append(number)
-        print("asked to stop: this step is finished and saved first (asked again: at once, unsaved)", file=sys.stderr)
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    (stops, before), skipped = stop_signals(), 0
     if not history:
         record({"step": 0} | evaluate(actor, policy, held_out, args))
     while done < args.steps and not stops:

@@ -1073,12 +1073,11 @@ def read_responses(path):
 
 def sample(args, problems):
     """Responses of a checkpoint -> (lists of texts, a problem each; lists of lengths; facts for the report)."""
-    from sparrow import Actor, Schedule, encode_prompt, load_policy
-    model = load_policy(args.model)
+    from sparrow import Actor, Schedule, encode_prompt, load_with_tokenizer
+    model = load_with_tokenizer(args.model)
     prompts = [encode_prompt(model.tokenizer, p.prompt, args.chat) for p in problems]
     context = max(map(len, prompts)) + args.max_new_tokens
-    schedule = (Schedule.load(args.schedule, args.page_size) if args.schedule else
-                Schedule.fraction(args.budget, context, page_size=args.page_size, min_pages=args.min_pages))
+    schedule = Schedule.asked(args, context)
     actor = Actor(model, min(args.rows, len(prompts) * args.n), context, page_size=args.page_size,
                   dense_layers=args.dense_layers)
     start = time.perf_counter()

@@ -8,7 +8,7 @@ import torch
 
 import sparrow
 import train
-from sparrow import (Config, Measured, Rollout, Schedule, beta_cdf, beta_fit, choose, measure, model_shape, pareto,
+from sparrow import (Config, Reading, Rollout, Schedule, beta_cdf, beta_fit, choose, measure, model_shape, pareto,
                      rollout_cost, sparse_attend, sweep)
 
 NAN = math.nan
@@ -22,7 +22,7 @@ class Flags:
 
 
 def measured(pages, tails, **more):
-    return Measured("sparse", 16, pages, [1000] * len(tails), tails, 0.9, 0.95, 0.5, (NAN, NAN, NAN), [1.0] * 50, **more)
+    return Reading("sparse", 16, pages, [1000] * len(tails), tails, 0.9, 0.95, 0.5, (NAN, NAN, NAN), [1.0] * 50, **more)
 
 
 def test_cost_of_section_3_3_term_by_term():
