@@ -1394,7 +1394,8 @@ def sweep(model, prompts, budgets, on, page_size, args):
                   alpha_every=args.alpha_every)
 
     def sample(schedule):  # the same random numbers under every budget
-        return actor.generate(prompts, args.n, args.max_new_tokens, T, schedule, model.stop_ids, args.seed, progress=True)
+        stops = () if args.ignore_stop else model.stop_ids
+        return actor.generate(prompts, args.n, args.max_new_tokens, T, schedule, stops, args.seed, progress=True)
 
     def forced(rollout, schedule):
         pages = schedule.pages(torch.arange(1, len(rollout.prompt_ids + rollout.ids) + 1, device=actor.device))
@@ -1576,6 +1577,8 @@ def main(argv=None):
                    "reserved ones included (default: 18, spaced by equal factors from 4 pages to all)")
     p.add_argument("--on", default="sparse", choices=["sparse", "dense", "both"], help="--calibrate: whose samples; sparse: "
                    "drawn under each budget; dense: one set, scored under each, far cheaper (default sparse)")
+    p.add_argument("--ignore-stop", action="store_true", help="--calibrate: every sample runs to --max-new-tokens, so that far "
+                   "positions are measured too on a model whose answers are short")
     p.add_argument("--bin-tokens", type=int, help="--calibrate: cached tokens in a bin (default: a 20th of all)")
     p.add_argument("--min-tokens", type=int, default=200, help="--calibrate: a bin with fewer tells nothing (default 200)")
     p.add_argument("--alpha-every", type=int, default=1, help="--calibrate: measure every so manieth token; larger takes less "
