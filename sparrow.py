@@ -48,6 +48,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
@@ -243,7 +244,7 @@ class Model(nn.Module):
 
     def logits(self, hidden):
         """[..., d] -> [..., V] over the ids that exist, fp32."""
-        return F.linear(hidden, self.lm_head.weight[:self.n_tokens].to(hidden.dtype)).float()
+        return self.lm_head(hidden)[..., :self.n_tokens].float()  # cut after: a product of odd width would be slow
 
     def forward(self, ids, attend=dense_attend, positions=None, head=None):
         """Logits [B,T,V], or whatever `head(hidden, self.logits)` makes of the hidden states without building them all."""
@@ -279,17 +280,29 @@ class Model(nn.Module):
             model.lm_head.weight = model.model.embed_tokens.weight
         return model.requires_grad_(True)
 
-    def save_pretrained(self, folder):
-        """Write a folder that `transformers` opens: config, fp32 weights, tokenizer and generation config."""
-        folder = Path(folder)
+    def save_pretrained(self, folder, write=True):
+        """Write a folder that `transformers` opens: config, fp32 weights, tokenizer and generation config.
+
+        Of a sharded model every rank must call it, one with `write`.
+        """
+        folder, state = Path(folder), {}
+        for name, p in self.named_parameters():  # a tied head is there once, as the embedding
+            p = whole(p.detach())
+            if write:
+                state[name] = p.cpu().contiguous()
+        if not write:
+            return
         folder.mkdir(parents=True, exist_ok=True)
-        state = {k: v.detach().cpu().contiguous() for k, v in self.state_dict().items()
-                 if not (self.config.tied and k == "lm_head.weight")}
         save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
         self.hf_config.dtype = "float32"
         for part in (self.hf_config, self.generation_config, self.tokenizer):
             if part is not None:
                 part.save_pretrained(folder)
+
+
+def whole(x):
+    """A sharded tensor put together on every rank (all must call it); any other as it is."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def find_model(name):
@@ -836,7 +849,7 @@ class Actor:
         if unknown := set(lora or ()) - set(own):
             raise ValueError(f"lora names parameters the model does not have: {', '.join(sorted(unknown))}")
         for name, p in own.items():
-            w = theirs[name].detach().to(p.device)
+            w = whole(theirs[name].detach().to(p.device))
             if lora and name in lora:
                 A, B = (x.detach().to(p.device).float() for x in lora[name])
                 w = w.float() + B @ A

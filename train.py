@@ -28,24 +28,32 @@ Deviations from the paper:
 import argparse
 import json
 import os
-import pickle
 import random
 import shutil
 import signal
 import string
 import sys
 import time
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 from sparrow import (Actor, Config, Controller, Model, Rollout, Schedule, chunked_acceptance, chunked_kl, encode_prompt,
-                     gather_logprobs, load_with_tokenizer, lora_on, make_lora, save_lora, sparse_attend, tail, token_logprobs)
+                     gather_logprobs, load_with_tokenizer, lora_on, make_lora, matrix_weights, save_lora, sparse_attend, tail,
+                     token_logprobs, whole)
 from sparse_attn import DENSE
 from verify import grade_all, load_problems, parse_task
 
 import torch
-from safetensors import SafetensorError, safe_open
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from tqdm import tqdm
+
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a checkpoint of one process: as it should be
 
 # ---- flags ------------------------------------------------------------------------------------------------------
 
@@ -75,13 +83,13 @@ FLAGS = [
     Flag("--seed", 0, "seeds problems, samples and weights"),
     Flag("--device", "auto", "where to run", choices=["auto", "cpu", "cuda"]),
     # rollouts
-    Flag("--prompts", 32, "prompts a step", 8),
+    Flag("--prompts", 32, "prompts a step, over all processes", 8),
     Flag("--samples", 8, "samples a prompt: the group that rewards are compared within"),
     Flag("--oversample", 1, "draw so many times --samples a prompt and keep the best by reward (the paper's Appendix A)"),
     Flag("--max-new-tokens", 1024, "longest response", 180),
     Flag("--temperature", 1.0, "of sampling, and of every distribution compared"),
-    Flag("--rows", 256, "sequences decoded at once", 64),
-    Flag("--pool-pages", 0, "pages in the KV pool; 0: enough for all rows, or half of the free GPU memory"),
+    Flag("--rows", 256, "sequences decoded at once by a process, at most", 64),
+    Flag("--pool-pages", 0, "pages in the KV pool; 0: enough for all rows, or what the GPU has left"),
     # sparsity
     Flag("--budget", 0.1, "share of a row's cached pages that one query reads, in (0, 1]; where the controller starts"),
     Flag("--schedule", None, "start from a published table (qwen3-4b-0.86, ...) or a schedule file, not from --budget"),
@@ -118,7 +126,10 @@ FLAGS = [
     Flag("--grad-clip", 1.0, "largest gradient norm"),
     Flag("--max-skipped", 5, "stop after so many steps in a row whose gradient was not finite"),
     Flag("--weight-decay", 0.0, "of AdamW"),
-    Flag("--micro-tokens", 16384, "tokens in one forward pass: memory only, the mathematics stays", 8192),
+    Flag("--micro-tokens", 16384, "tokens in one forward pass, at most: memory only, the mathematics stays", 8192),
+    Flag("--offload", False, "keep fp32 weights, gradients and AdamW's state in CPU memory (FSDP2's CPU offload): slower, for "
+         "small GPUs"),
+    Flag("--gpu-memory", 0.0, "GiB of each GPU to plan for and stay within; 0: all that is free"),
     # supervised warm start on a procedural task's own traces
     Flag("--warm-start", 0, "supervised steps on the task's worked traces before GRPO, at most: it ends when mastered", 720),
     Flag("--warm-dir", None, "where the warm-started model is kept and looked for (default OUT/warm)"),
@@ -142,6 +153,9 @@ def parse_args(argv=None):
     defaults = {f.name[2:].replace("-", "_"): f.default for f in FLAGS}
     builtins = {f.name[2:].replace("-", "_"): f.default if f.builtin is None else f.builtin for f in FLAGS}
     for f in FLAGS:
+        if f.default is False:
+            p.add_argument(f.name, action="store_true", default=None, help=f.help)
+            continue
         kind = str if f.default is None else type(f.default)
         note = f" (default {f.default}" + (")" if f.builtin is None else f"; {f.builtin} for the built-in model)")
         p.add_argument(f.name, type=kind, choices=f.choices, metavar=kind.__name__.upper(), help=f.help + note)
@@ -158,7 +172,8 @@ def parse_args(argv=None):
         if not config.exists():
             p.error(f"--resume: no run in '{config.parent}' (no config.json)")
         saved = json.loads(config.read_text())
-        free = {"out", "steps", "eval_every", "save_every", "keep", "rows", "pool_pages", "micro_tokens", "device", "warm_dir"}
+        free = {"out", "steps", "eval_every", "save_every", "keep", "rows", "pool_pages", "micro_tokens", "offload",
+                "gpu_memory", "device", "warm_dir"}
         for key in saved.keys() - free:
             if getattr(args, key) not in (None, saved[key]):
                 p.error(f"--resume: --{key.replace('_', '-')} is {saved[key]} in that run, given {getattr(args, key)}; "
@@ -182,11 +197,15 @@ def _check_args(a, p):
     if not 0 <= a.tau < 1:
         p.error(f"--tau {a.tau}: must be in [0, 1); 0 holds the budget fixed")
     for key in ("pool_pages min_pages dense_layers warmup clip_low clip_high weight_decay warm_start warm_muon give_up "
-                "eval overlong kl_ref distill").split():
+                "eval overlong kl_ref distill gpu_memory").split():
         if getattr(a, key) < 0:
             p.error(f"--{key.replace('_', '-')} {getattr(a, key)}: must not be negative")
     if a.device == "cuda" and not torch.cuda.is_available():
         p.error("--device cuda: PyTorch sees no CUDA GPU here")
+    if a.offload and (a.device == "cpu" or not torch.cuda.is_available()):
+        p.error("--offload: there is no GPU here whose memory it could spare; leave it out")
+    if a.prompts < int(os.environ.get("WORLD_SIZE", 1)):
+        p.error(f"--prompts {a.prompts}: each of the {os.environ['WORLD_SIZE']} processes needs one at least")
     try:
         task = parse_task(a.task)
     except ValueError as error:
@@ -199,6 +218,103 @@ def _check_args(a, p):
         p.error(f"--correction {a.correction} needs alpha at every token: give --alpha-every 1, not {a.alpha_every}")
     if a.samples == 1:
         p.error("--samples 1: a group of one has no spread, so nothing could be learned; give 2 or more")
+
+
+# ---- processes --------------------------------------------------------------------------------------------------
+# torchrun starts one process a GPU. Each generates and grades its share of the prompts with a whole actor of its own; the
+# policy's fp32 weights, gradients and AdamW state are sharded (FSDP2). A sample's random numbers depend on its place in the
+# global batch and every sum runs over all ranks, so that the number of processes changes nothing but time and memory.
+
+
+def connect(args):
+    """Join the processes that torchrun started; --offload needs a group too, if only of one -> this process's device"""
+    gpu, local = args.device != "cpu" and torch.cuda.is_available(), int(os.environ.get("LOCAL_RANK", 0))
+    if gpu:
+        torch.cuda.set_device(local)
+    if ("RANK" in os.environ or args.offload) and not dist.is_initialized():
+        alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
+        # gloo beside NCCL: for objects, and for what --offload keeps in CPU memory. The others wait out a warm start.
+        dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=timedelta(hours=2), **alone)
+    return torch.device("cuda", local) if gpu else torch.device("cpu")
+
+
+def rank():
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world():
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def wait():
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def gather(items):
+    """Every rank's list, joined, on every rank; all must call it."""
+    if world() == 1:
+        return list(items)
+    lists = [None] * world()
+    dist.all_gather_object(lists, list(items))
+    return sum(lists, [])
+
+
+def say(*words):
+    if not rank():
+        print(*words)
+
+
+def shard(model, device, offload):
+    """FSDP2: a process keeps its part of every weight, gradient and optimizer state, in CPU memory with `offload`; a layer is
+    put together while it computes. Without a process group the model stays as it is."""
+    if not dist.is_initialized():
+        return model.to(device)
+    how = dict(mesh=init_device_mesh(device.type, (world(),))) | (dict(offload_policy=CPUOffloadPolicy()) if offload else {})
+    for layer in model.model.layers:
+        fully_shard(layer, **how)
+    return fully_shard(model, **how)
+
+
+def plan_memory(config, context, free, args, ranks=1):
+    """What fits on a GPU with `free` bytes, sequences of `context` tokens -> (rows, pool pages, micro-batch tokens, bytes by
+    use). Rows and micro-batch start from --rows and --micro-tokens and are halved until there is room for the page pool.
+
+    An estimate, meant to be a little high. Raises ValueError, with the numbers, when one sequence does not fit.
+    """
+    c, GiB = config, 2**30
+    embedding, layers = c.vocab_size * c.hidden_size, c.num_hidden_layers
+    weights = matrix_weights(c) + (0 if c.tied else embedding)
+    page = 2 * layers * c.num_key_value_heads * c.head_dim * 2 * args.page_size  # bytes of K and V in bf16
+    page += page // (2 * args.page_size)                                         # and of its landmarks
+    row_pages = -(-context // args.page_size) + 1
+    samples = -(-args.prompts // ranks) * args.samples * args.oversample
+    kept = -(-args.max_new_tokens // args.alpha_every) * c.hidden_size * 2       # hidden states of one sample
+    layer = (weights - embedding) // layers
+
+    def use(rows, micro):
+        head = 1024 * c.vocab_size * 4                                           # one chunk of logits
+        token = 4 * layers * c.hidden_size + 48 * c.hidden_size + 16 * c.intermediate_size \
+            + 40 * (c.num_attention_heads + c.num_key_value_heads) * c.head_dim
+        gathered = 8 * (embedding * (1 if c.tied else 2) + 2 * layer)            # fp32, with gradients
+        state = 0 if args.offload else (16 + 4 * bool(args.kl_ref)) * weights // ranks
+        return dict(policy=state + (gathered if ranks > 1 or args.offload else 0), actor=2 * weights,
+                    passes=5 * head + token * micro, rollouts=samples * kept + rows * (kept + 16 * args.max_new_tokens), other=GiB)
+
+    rows, micro = min(args.rows, samples), max(args.micro_tokens, context)
+    while True:
+        parts = use(rows, micro)
+        pages = (free - sum(parts.values())) // page
+        if pages >= rows * row_pages / 2 or micro == context and (rows == 1 or pages >= row_pages):
+            break
+        rows, micro = (rows, max(micro // 2, context)) if micro > context else ((rows + 1) // 2, micro)
+    wanted = args.pool_pages or min(pages, rows * row_pages)
+    numbers = ", ".join(f"{name} {size / GiB:.1f}" for name, size in (parts | dict(pool=max(wanted, row_pages) * page)).items())
+    if pages < max(row_pages, args.pool_pages):
+        other = "" if args.offload else f" or --offload (spares {16 * weights / ranks / GiB:.1f}),"
+        raise ValueError(f"this does not fit: {free / GiB:.1f} GiB are free, and {numbers} GiB are needed for sequences of "
+                         f"{context} tokens. Try{other} a smaller --max-new-tokens, --samples or --pool-pages, or more GPUs")
+    return rows, wanted, micro, f"{free / GiB:.1f} GiB free; planned: {numbers}"
 
 
 # ---- GRPO -------------------------------------------------------------------------------------------------------
@@ -299,6 +415,7 @@ class Scored:
     rollout: Rollout
     adv: float
     weight: float = 1.0
+    group: int = 0  # its prompt's place in the step's global batch
 
 
 @dataclass
@@ -347,6 +464,41 @@ def _pad(group, args, device):
     return Batch(*tensors, hidden=torch.cat([s.rollout.hidden for s in group]).to(device))
 
 
+def in_step(batches, policy, args, device):
+    """Empty passes for a rank with fewer batches than another: FSDP's passes are taken together."""
+    nothing = Scored(Rollout([0], [], torch.zeros(0), torch.zeros(0, policy.config.hidden_size), "stop"), 0.0, weight=0.0)
+    missing = max(gather([len(batches)])) - len(batches)
+    return batches + [_pad([nothing], args, device) for _ in range(missing)]
+
+
+def halves(batch):
+    """A batch as two of half the rows; of one row, as it is."""
+    if len(batch.ids) == 1:
+        return [batch]
+    cut = len(batch.ids) // 2
+    at = dict.fromkeys(vars(batch), cut) | {"hidden": int(batch.measured[:cut].sum())}
+    return [Batch(**{k: None if x is None else x[part(at[k])] for k, x in vars(batch).items()})
+            for part in (lambda n: slice(None, n), lambda n: slice(n, None))]
+
+
+def accumulate(batches, run, optimizer, args):
+    """run(batch) on every micro-batch -> its results. When memory runs out, gradients are dropped and all of it is run anew in
+    halves, which holds for the rest of the run: the same sums, in smaller passes."""
+    while True:
+        try:
+            return [run(batch) for batch in batches]
+        except torch.OutOfMemoryError:
+            if world() > 1 or max(len(b.ids) for b in batches) == 1:  # other ranks are waiting in the middle of a pass
+                raise
+        # Here, not in the clause above: the exception keeps what the failed pass had made.
+        optimizer.zero_grad(set_to_none=True)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        batches = [half for b in batches for half in halves(b)]
+        args.micro_tokens = max(b.ids.numel() for b in batches)
+        print(f"out of memory in the policy pass: run again with --micro-tokens {args.micro_tokens}", file=sys.stderr)
+
+
 def policy_pass(policy, batch, temperature, measure=True):
     """One dense forward -> (log-probs of the response tokens [N,T], alpha [N,T]; NaN where not measured).
 
@@ -380,11 +532,15 @@ def update_policy(policy, optimizer, kept, unmoved, args, device, reference=None
     """The step's optimizer steps. kept: Scored of groups with spread; unmoved: one of each other group, measured only;
     reference: the model of --kl-ref.
 
-    -> (Measured, metrics). Nothing to learn from is a no-op, not 0/0.
+    -> (Measured, metrics over all ranks). Nothing to learn from is a no-op, not 0/0.
     """
-    measured, stats = Measured(), []
+    passes, measured, steps = [], Measured(), []
 
-    def loss_of(batch, logp, old_logp, alpha, n_tokens):
+    def run(batch, n_tokens):
+        old_logp, alpha = batch.old_logp, batch.alpha
+        logp, new_alpha = policy_pass(policy, batch, args.temperature, measure=old_logp is None)
+        if old_logp is None:
+            old_logp, alpha = logp.detach(), new_alpha
         loss, metrics = policy_loss(logp, old_logp, batch.actor_logp, batch.adv, batch.in_loss, args.clip_low, args.clip_high,
                                     args.correction, args.cap, n_tokens, alpha, args.floor, args.max_tv)
         if reference is not None:  # GRPO's k3 estimate of KL(policy, reference)
@@ -393,37 +549,35 @@ def update_policy(policy, optimizer, kept, unmoved, args, device, reference=None
             x = _log_ratio(ref_logp, logp, batch.in_loss)
             k3 = (x.exp() - 1 - x).sum()
             loss, metrics["kl_ref"] = loss + args.kl_ref * k3 / n_tokens, k3.item() / max(metrics["tokens"], 1)
-        stats.append(metrics | {"loss": loss.item()})
-        return loss
+        if torch.is_grad_enabled():
+            (loss * world()).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
+        return metrics | {"loss": loss.item()}, None if batch.old_logp is not None else (new_alpha, batch.weight)
+
+    def run_all(batches, n_tokens):
+        found = accumulate(batches, partial(run, n_tokens=n_tokens), optimizer, args)
+        passes.extend(metrics for metrics, _ in found)
+        measured.extend(seen for _, seen in found if seen)
 
     with torch.no_grad():  # 1. groups without spread carry no gradient, but alpha would be biased without them
-        for batch in make_batches(unmoved, args, device):
-            logp, alpha = policy_pass(policy, batch, args.temperature)
-            measured.append((alpha, batch.weight))
-            loss_of(batch, logp, logp, alpha, 1)
-    parts = [part for part in _split_groups(kept, args.samples, args.minibatches) if part]
-    parts = [make_batches(part, args, device) for part in parts]
+        run_all(in_step(make_batches(unmoved, args, device), policy, args, device), 1)
+    parts = [in_step(make_batches(part, args, device), policy, args, device) for part in _split_groups(kept, args.minibatches)]
     if len(parts) > 1:     # 2. later parts meet a policy that has moved: alpha and pi_old before the first step
         with torch.no_grad():
             for batch in (b for part in parts for b in part):
                 batch.old_logp, batch.alpha = policy_pass(policy, batch, args.temperature)
                 measured.append((batch.alpha, batch.weight))
     for part in parts:     # 3. one optimizer step for each part; its token mean is over all its micro-batches
-        n_tokens = sum(int(b.in_loss.sum()) for b in part)  # 0: all was cut off and masked; measured, but no step
-        for batch in part:
-            logp, alpha = policy_pass(policy, batch, args.temperature, measure=batch.old_logp is None)
-            if batch.old_logp is None:
-                batch.old_logp, batch.alpha = logp.detach(), alpha
-                measured.append((alpha, batch.weight))
-            loss_of(batch, logp, batch.old_logp, batch.alpha, max(n_tokens, 1)).backward()
-        norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.grad_clip)
+        n_tokens = sum(gather([int(b.in_loss.sum()) for b in part]))  # 0: all was cut off and masked; measured, but no step
+        run_all(part, max(n_tokens, 1))
+        norm = whole(torch.nn.utils.clip_grad_norm_(policy.parameters(), args.grad_clip))
         if n_tokens and norm.isfinite():
             optimizer.step()
         elif n_tokens:
             print(f"gradient norm is {norm.item()}: this update is skipped", file=sys.stderr)
         optimizer.zero_grad(set_to_none=True)
-        stats.append({"grad_norm": norm.item(), "skipped": int(not norm.isfinite())})
-    return measured, _merge(stats)
+        steps.append((norm.item(), int(not norm.isfinite())))
+    norms, skipped = zip(*steps) if steps else ([0.0], [0])
+    return measured, _merge(gather(passes)) | dict(grad_norm=max(norms), skipped=sum(skipped))
 
 
 def distill(policy, lora, optimizer, samples, schedule, args, device):
@@ -433,9 +587,10 @@ def distill(policy, lora, optimizer, samples, schedule, args, device):
 
     The sparse side is teacher-forced under the budgets that sampled. -> metrics
     """
-    batches, kl_sum = make_batches(samples, args, device), 0.0
-    n_tokens = max(sum(int(b.in_loss.sum()) for b in batches), 1)
-    for batch in batches:
+    batches, weights = in_step(make_batches(samples, args, device), policy, args, device), [x for p in lora.values() for x in p]
+    n_tokens = max(sum(gather([int(b.in_loss.sum()) for b in batches])), 1)
+
+    def run(batch):
         budgets = schedule.pages(torch.arange(1, batch.ids.shape[1] + 1, device=device)).expand(batch.ids.shape)
         budgets = budgets.masked_fill(batch.mask.cumsum(1) == 0, DENSE)                   # [N,T] prompts are dense
         predicts = batch.in_loss[:, 1:]
@@ -452,34 +607,35 @@ def distill(policy, lora, optimizer, samples, schedule, args, device):
             loss, _ = policy_loss(logp, logp.detach(), logp.detach(), adv, torch.ones_like(logp, dtype=torch.bool),
                                   correction="none", n_tokens=n_tokens)
             (loss + args.distill * kl.sum() / n_tokens).backward()
-        kl_sum += kl.sum().item()
-    norm = torch.nn.utils.clip_grad_norm_([x for pair in lora.values() for x in pair], args.grad_clip)
+        return kl.sum().item()
+
+    kl_sum = sum(gather(accumulate(batches, run, optimizer, args)))
+    for x in weights if world() > 1 else ():
+        dist.all_reduce(x.grad)
+    norm = torch.nn.utils.clip_grad_norm_(weights, args.grad_clip)
     if norm.isfinite():
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return dict(distill_kl=kl_sum / n_tokens, lora_norm=norm.item())
 
 
-def _split_groups(samples, group_size, parts):
-    """Whole prompt groups, dealt into `parts` runs of similar size."""
-    groups = [samples[i:i + group_size] for i in range(0, len(samples), group_size)]
-    cuts = [round(i * len(groups) / parts) for i in range(parts + 1)]
-    return [[s for g in groups[a:b] for s in g] for a, b in zip(cuts, cuts[1:])]
+def _split_groups(samples, parts):
+    """Whole prompt groups, of all ranks, dealt in their order into at most `parts` runs of similar size -> this rank's share of
+    each."""
+    order = {group: i for i, group in enumerate(sorted(set(gather([s.group for s in samples]))))}
+    parts = min(parts, len(order))
+    return [[s for s in samples if order[s.group] * parts // len(order) == i] for i in range(parts)]
 
 
-def _merge(stats):
-    """Metrics of all passes -> the step's: losses add up, the largest ratio and norm count, the rest is a token mean."""
-    passes = [s for s in stats if "tokens" in s]
+def _merge(passes):
+    """Metrics of all passes -> the step's: losses add up, the largest ratio counts, the rest is a token mean."""
     total = max(sum(s["tokens"] for s in passes), 1)
     keys = "truncated kl k1 clipped entropy w1 w2".split() + ["kl_ref"] * any("kl_ref" in s for s in passes)
     out = {k: sum(s[k] * s["tokens"] for s in passes) / total for k in keys}
     out["ess"] = out.pop("w1")**2 / max(out.pop("w2"), 1e-30)  # of the step's sums, so that the micro-batch does not show
     out["ratio_mean"] = sum(s["ratio_mean"] * s["kept"] for s in passes) / max(sum(s["kept"] for s in passes), 1)
     out["ratio_max"] = max((s["ratio_max"] for s in passes), default=0.0)
-    out["loss"] = sum(s["loss"] for s in passes)
-    out["grad_norm"] = max((s["grad_norm"] for s in stats if "grad_norm" in s), default=0.0)
-    out["skipped"] = sum(s.get("skipped", 0) for s in stats)
-    return out
+    return out | dict(loss=sum(s["loss"] for s in passes))
 
 
 # ---- the built-in model and the warm start ----------------------------------------------------------------------
@@ -621,7 +777,7 @@ def rewards_of(rollouts, problems, n, tokenizer, args):
     """Rewards, prompt-major. The text graded is the sampled ids' own, without special tokens."""
     problems = [p for p in problems for _ in range(n)]
     texts = [tokenizer.decode(r.ids, skip_special_tokens=p.kind != "chain") for r, p in zip(rollouts, problems)]
-    return grade_all(texts, problems, args.code_timeout, args.code_reward == "fraction", progress=True)
+    return grade_all(texts, problems, args.code_timeout, args.code_reward == "fraction", progress=not rank())
 
 
 def overlong_penalty(rollout, args):
@@ -633,18 +789,24 @@ def overlong_penalty(rollout, args):
 
 
 def load_policy(args, out, device, checkpoint=None):
-    """The model to train: the checkpoint to resume from, or --model, or the built-in one. -> (policy, is it warm?)"""
+    """The model to train: the checkpoint to resume from, or --model, or the built-in one. -> (policy, is it warm?)
+
+    Where it is going to be sharded it is read to CPU memory: whole, it need not fit on the GPU.
+    """
     name, warm = checkpoint or args.model or out / "builtin", Path(args.warm_dir or out / "warm")
     found = not checkpoint and args.warm_start and (warm / "warm.json").exists()
     if found:
         if json.loads((warm / "warm.json").read_text()) != warm_recipe(args):
             raise ValueError(f"'{warm}' holds a warm start made with other flags (see its warm.json); give another --warm-dir, "
                              "or delete it")
-        print(f"warm start: found in {warm}")
+        say(f"warm start: found in {warm}")
         name = warm
     elif name == out / "builtin":
-        build_tiny(name, args.seed)
-    policy = load_with_tokenizer(name, device)
+        if not rank():
+            build_tiny(name, args.seed)
+        wait()
+    policy = load_with_tokenizer(name, "cpu" if dist.is_initialized() else device)
+    policy.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     policy.checkpoint_layers = device.type == "cuda"
     return policy, bool(checkpoint or found or not args.warm_start)
 
@@ -654,7 +816,7 @@ def starting_policy(args, out, device):
     model, warm = load_policy(args, out, device)
     if not warm:
         args.parser.error(f"--kl-ref: the warm start that this run set out from is gone from '{args.warm_dir or out / 'warm'}'")
-    return model.requires_grad_(False)
+    return shard(model.requires_grad_(False), device, args.offload)
 
 
 def warm_recipe(args):
@@ -678,8 +840,17 @@ def make_actor(policy, args, context, device):
     if context > policy.config.max_context:
         raise ValueError(f"the longest prompt and --max-new-tokens {args.max_new_tokens} make {context} tokens, over the "
                          f"model's context of {policy.config.max_context}")
-    actor = Actor(policy, min(args.rows, args.prompts * args.samples * args.oversample), context, args.pool_pages or None,
-                  args.page_size, args.dense_layers, alpha_every=args.alpha_every, device=device)
+    rows, pool_pages = min(args.rows, -(-args.prompts // world()) * args.samples * args.oversample), args.pool_pages or None
+    if device.type == "cuda":
+        free, all_of_it = torch.cuda.mem_get_info(device)
+        if args.gpu_memory:
+            free = min(free, args.gpu_memory * 2**30)
+            torch.cuda.set_per_process_memory_fraction(min(args.gpu_memory * 2**30 / all_of_it, 1.0), device)
+        held = torch.cuda.memory_allocated(device)  # the policy, not sharded; planned for below
+        rows, pool_pages, args.micro_tokens, numbers = plan_memory(policy.config, context, int(free + held), args, world())
+        say(f"GPU memory in GiB: {numbers}; micro-batches of {args.micro_tokens:,} tokens")
+    actor = Actor(policy, rows, context, pool_pages, args.page_size, args.dense_layers, alpha_every=args.alpha_every,
+                  device=device)
     if (need := -(-context // args.page_size) + 1) > actor.pool_pages:
         raise ValueError(f"--pool-pages: one sequence of {context} tokens may need {need} pages of {args.page_size}, the pool "
                          f"holds {actor.pool_pages}")
@@ -687,8 +858,13 @@ def make_actor(policy, args, context, device):
 
 
 def generate(actor, policy, problems, n, schedule, seed, args):
-    prompts = [encode_prompt(policy.tokenizer, p.prompt, args.chat) for p in problems]
-    return actor.generate(prompts, n, args.max_new_tokens, args.temperature, schedule, policy.stop_ids, seed, progress=True)
+    """n samples of each problem of this rank's share -> (Rollouts, those problems), prompt-major."""
+    places = range(rank(), len(problems), world())
+    share = [problems[i] for i in places]
+    prompts = [encode_prompt(policy.tokenizer, p.prompt, args.chat) for p in share]
+    rollouts = actor.generate(prompts, n, args.max_new_tokens, args.temperature, schedule, policy.stop_ids, seed, list(places),
+                              progress=not rank())
+    return rollouts, share
 
 
 def evaluate(actor, policy, problems, args):
@@ -697,9 +873,10 @@ def evaluate(actor, policy, problems, args):
         return {}
     actor.load(policy)  # without the actor's LoRA
     dense = Schedule.fraction(1.0, actor.max_context, page_size=args.page_size)
-    rollouts = generate(actor, policy, problems, args.eval_samples, dense, (args.seed, 2**31), args)
-    rewards = rewards_of(rollouts, problems, args.eval_samples, policy.tokenizer, args)
-    return dict(eval=sum(rewards) / len(rewards), eval_length=sum(len(r.ids) for r in rollouts) / len(rollouts))
+    rollouts, share = generate(actor, policy, problems, args.eval_samples, dense, (args.seed, 2**31), args)
+    rewards = gather(rewards_of(rollouts, share, args.eval_samples, policy.tokenizer, args))
+    lengths = gather([len(r.ids) for r in rollouts])
+    return dict(eval=sum(rewards) / len(rewards), eval_length=sum(lengths) / len(lengths))
 
 
 def alpha_metrics(rows, start, args):
@@ -723,28 +900,44 @@ def budget_metrics(rollouts, schedule):
 
 
 def save(out, done, policy, optimizer, controller, lora, keep):
-    """A folder that `transformers` opens, with what resuming needs beside it; `keep` of them are kept.
+    """A folder that `transformers` opens, with what resuming needs beside it; `keep` of them are kept. All ranks call it.
 
-    Written aside, forced to disk, then renamed: whatever is named step-NUMBER is whole, also after a power cut. The
-    actor's LoRA goes to `sparse_actor`, as an adapter that PEFT opens.
+    Written aside, forced to disk, then renamed: whatever is named step-NUMBER is whole, also after a power cut; `whole.json`
+    lists its files' sizes. AdamW's state is sharded as it is in memory, and any number of ranks reads it. There are no random
+    states: every stream is seeded by step and place. The actor's LoRA goes to `sparse_actor`, as an adapter that PEFT opens.
     """
     final, part = out / f"step-{done:06d}", out / f".step-{done:06d}.part"
-    shutil.rmtree(part, ignore_errors=True)
-    policy.save_pretrained(part)
-    state = dict(step=done, optimizer=optimizer.state_dict(), controller=controller.state_dict())
-    if lora:
-        pairs, lora_optimizer = lora
-        state |= dict(lora={k: [x.detach() for x in pair] for k, pair in pairs.items()},
-                      lora_optimizer=lora_optimizer.state_dict())
-        save_lora(pairs, part / "sparse_actor")
-    torch.save(state, part / "trainer.pt")
-    for path in (*part.rglob("*"), part):
-        _sync(path)
-    shutil.rmtree(final, ignore_errors=True)
-    os.replace(part, final)
-    _sync(out)
-    for old in sorted(out.glob("step-*"))[:-keep]:
-        shutil.rmtree(old)
+    if not rank():
+        shutil.rmtree(part, ignore_errors=True)
+    wait()
+    policy.save_pretrained(part, write=not rank())
+    dcp.save(adam_state(policy, optimizer), checkpoint_id=part / "optimizer", no_dist=not dist.is_initialized())
+    if not rank():
+        state = dict(step=done, controller=controller.state_dict())
+        if lora:
+            pairs, lora_optimizer = lora
+            state |= dict(lora={k: [x.detach() for x in pair] for k, pair in pairs.items()},
+                          lora_optimizer=lora_optimizer.state_dict())
+            save_lora(pairs, part / "sparse_actor")
+        torch.save(state, part / "trainer.pt")
+        files = [f for f in part.rglob("*") if f.is_file()]
+        (part / "whole.json").write_text(json.dumps({str(f.relative_to(part)): f.stat().st_size for f in files}))
+        for path in (*part.rglob("*"), part):
+            _sync(path)
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(part, final)
+        _sync(out)
+        for old in sorted(out.glob("step-*"))[:-keep]:
+            shutil.rmtree(old)
+    wait()
+
+
+def adam_state(policy, optimizer):
+    """{parameter name: AdamW's state of it}; before its first step, the zeros that it starts from."""
+    def fresh(p):
+        return dict(step=torch.tensor(0.0), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+    with torch.no_grad():
+        return {name: optimizer.state.get(p) or fresh(p) for name, p in policy.named_parameters()}
 
 
 def _sync(path):
@@ -755,10 +948,11 @@ def _sync(path):
         os.close(fd)
 
 
-def restore(checkpoint, optimizer, controller, lora, device):
+def restore(checkpoint, policy, optimizer, controller, lora, device):
     """Optimizers, controller and LoRA as they were -> steps done."""
-    state = torch.load(checkpoint / "trainer.pt", map_location=device, weights_only=True)
-    optimizer.load_state_dict(state["optimizer"])
+    state, adam = torch.load(checkpoint / "trainer.pt", map_location=device, weights_only=True), adam_state(policy, optimizer)
+    dcp.load(adam, checkpoint_id=checkpoint / "optimizer", no_dist=not dist.is_initialized())
+    optimizer.state.update({p: adam[name] for name, p in policy.named_parameters()})
     if lora:
         for name, pair in lora[0].items():
             for mine, saved in zip(pair, state["lora"][name]):
@@ -769,14 +963,16 @@ def restore(checkpoint, optimizer, controller, lora, device):
 
 
 def newest_checkpoint(out):
-    """The newest whole checkpoint; broken ones (a full or failing disk) are passed over, with a warning."""
+    """The newest whole checkpoint; broken ones (of a failing disk, or copied in part) are passed over, with a warning."""
     for folder in sorted(out.glob("step-*"), reverse=True):
         try:
-            torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True, mmap=True)
-            with safe_open(folder / "model.safetensors", "pt"):
+            sizes = json.loads((folder / "whole.json").read_text())
+            if not (wrong := [name for name, size in sizes.items() if (folder / name).stat().st_size != size]):
                 return folder
-        except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
-            print(f"checkpoint '{folder}' is broken and passed over ({type(error).__name__}: {str(error)[:200]})", file=sys.stderr)
+            error = f"{wrong[0]} has another size than when it was written"
+        except (OSError, ValueError) as found:
+            error = found
+        print(f"checkpoint '{folder}' is broken and passed over ({error})", file=sys.stderr)
     raise ValueError(f"--resume: no whole checkpoint (step-*) in '{out}'")
 
 
@@ -946,64 +1142,77 @@ def sparse_pays(actor, longest, m):
 # ---- main -------------------------------------------------------------------------------------------------------
 
 
-def main(argv=None):
-    started, args = time.perf_counter(), parse_args(argv)
-    device = torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
-    out, n, done, history = Path(args.out or ""), args.samples, 0, []
-    try:  # set-up only: if what the user gave cannot work, the message says why
-        if args.plot:
-            return plot_runs(args.plot, Path(args.plot_out))
-        if not args.resume and any(out.glob("step-*")):
-            raise ValueError(f"--out {out}: there is a run in it. --resume goes on with it; for a new one give another --out "
-                             f"(and --warm-dir {out}/warm, to use its warm start again)")
-        checkpoint = newest_checkpoint(out) if args.resume else None
-        policy, warm = load_policy(args, out, device, checkpoint)
-        problems, held_out = split_problems(args)
-        longest = max(len(encode_prompt(policy.tokenizer, p.prompt, args.chat)) for p in problems + held_out)
-        actor, schedule = make_actor(policy, args, longest + args.max_new_tokens, device)
-        epsilon = args.tail if args.control == "tail" else 1 - args.mean_alpha
-        controller = Controller(schedule, args.tau, epsilon, args.min_pages, args.control)
-        optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay)
-        lora = None
-        if args.distill:
-            pairs = make_lora(policy, args.lora_rank, args.seed)
-            lora = pairs, torch.optim.AdamW([x for pair in pairs.values() for x in pair], lr=args.distill_lr, weight_decay=0.0)
-        if checkpoint:
-            done, schedule = restore(checkpoint, optimizer, controller, lora, device), controller.schedule
-            history = read_metrics(out / "metrics.jsonl", done)
+def set_up(args, out):
+    """Everything that the loop needs, as a new run or a resumed one has it. Raises ValueError or OSError, which say why, if
+    what the user gave cannot work."""
+    device, history, done, lora = connect(args), [], 0, None
+    if not args.resume and any(out.glob("step-*")):
+        raise ValueError(f"--out {out}: there is a run in it. --resume goes on with it; for a new one give another --out "
+                         f"(and --warm-dir {out}/warm, to use its warm start again)")
+    checkpoint = newest_checkpoint(out) if args.resume else None
+    policy, warm = load_policy(args, out, device, checkpoint)
+    problems, held_out = split_problems(args)
+    longest = max(len(encode_prompt(policy.tokenizer, p.prompt, args.chat)) for p in problems + held_out)
+    actor, schedule = make_actor(policy, args, longest + args.max_new_tokens, device)
+    c = policy.config
+    say(f"{args.model or 'built-in model'}: {sum(p.numel() for p in policy.parameters()):,} parameters, {c.num_hidden_layers} "
+        f"layers, {c.num_attention_heads}/{c.num_key_value_heads} heads of {c.head_dim}, on {device.type}"
+        + f" x {world()}" * (world() > 1) + f"; {actor.rows} rows, {actor.pool_pages:,} pages of {args.page_size} "
+        f"({actor.pool_bytes / 1e6:,.0f} MB)")
+    if not warm:
+        if not rank():
+            warm_start(policy.to(device), args, device)
+            folder = Path(args.warm_dir or out / "warm")
+            policy.save_pretrained(folder)
+            (folder / "warm.json").write_text(json.dumps(warm_recipe(args), indent=1))
+        wait()
+        policy, _ = load_policy(args, out, device) if rank() else (policy, True)
+    policy = shard(policy, device, args.offload)
+    reference = starting_policy(args, out, device) if args.kl_ref else None
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay)
+    controller = Controller(schedule, args.tau, args.tail if args.control == "tail" else 1 - args.mean_alpha, args.min_pages,
+                            args.control)
+    if args.distill:
+        pairs = make_lora(actor.model, args.lora_rank, args.seed)
+        lora = pairs, torch.optim.AdamW([x for pair in pairs.values() for x in pair], lr=args.distill_lr, weight_decay=0.0)
+    if checkpoint:
+        done = restore(checkpoint, policy, optimizer, controller, lora, device)
+        history = read_metrics(out / "metrics.jsonl", done)
+    if not rank():
         out.mkdir(parents=True, exist_ok=True)
         flags = {k: v for k, v in vars(args).items() if k not in ("parser", "resume", "plot", "plot_out")}
         (out / "config.json").write_text(json.dumps(flags, indent=1))
         (out / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in history))
+    return policy, reference, optimizer, lora, actor, controller, problems, held_out, longest, done, history
+
+
+def main(argv=None):
+    started, args = time.perf_counter(), parse_args(argv)
+    out, n = Path(args.out or ""), args.samples
+    try:
+        if args.plot:
+            return plot_runs(args.plot, Path(args.plot_out))
+        policy, reference, optimizer, lora, actor, controller, problems, held_out, longest, done, history = set_up(args, out)
     except (ValueError, OSError) as error:
         args.parser.error(str(error))
-    c = policy.config
-    print(f"{args.model or 'built-in model'}: {sum(p.numel() for p in policy.parameters()):,} parameters, "
-          f"{c.num_hidden_layers} layers, {c.num_attention_heads}/{c.num_key_value_heads} heads of {c.head_dim}, on {device}; "
-          f"{actor.rows} rows, {actor.pool_pages:,} pages of {args.page_size} ({actor.pool_bytes / 1e6:,.0f} MB)")
-    if not warm:
-        warm_start(policy, args, device)
-        folder = Path(args.warm_dir or out / "warm")
-        policy.save_pretrained(folder)
-        (folder / "warm.json").write_text(json.dumps(warm_recipe(args), indent=1))
-    reference = starting_policy(args, out, device) if args.kl_ref else None
-    plotted = time.perf_counter()
+    device, schedule, plotted = actor.device, controller.schedule, time.perf_counter()
 
     def record(m):
         history.append(m)
-        with (out / "metrics.jsonl").open("a") as f:
-            f.write(json.dumps(m) + "\n")
-        print(readable(m))
+        if not rank():
+            with (out / "metrics.jsonl").open("a") as f:
+                f.write(json.dumps(m) + "\n")
+            print(readable(m))
 
     (stops, before), skipped = stop_signals(), 0
     if not history:
         record({"step": 0} | evaluate(actor, policy, held_out, args))
-    while done < args.steps and not stops:
+    while done < args.steps and not (stopping := gather(stops)):
         # 1. the actor takes over theta, and what it has of its own; generate with it
         t0 = time.perf_counter()
         actor.load(policy, lora and lora[0])
         batch = pick(problems, done * args.prompts, args.prompts, args.seed)
-        drawn = generate(actor, policy, batch, n * args.oversample, schedule, (args.seed, done), args)
+        drawn, batch = generate(actor, policy, batch, n * args.oversample, schedule, (args.seed, done), args)
         # 2. grade, keep the best (all, without --oversample), and compare within each prompt's group. alpha is measured on what
         # is kept: it has to hold where the loss is, and the rest would cost a dense pass of its own
         t1 = time.perf_counter()
@@ -1013,7 +1222,8 @@ def main(argv=None):
         # 3. groups without spread teach nothing (but a KL term); one sample of each still measures alpha, for all n
         t2 = time.perf_counter()
         spread = [bool(reference) or any(adv[i - i % n:i - i % n + n]) for i in range(len(adv))]
-        kept = [Scored(r, a) for r, a, s in zip(rollouts, adv, spread) if s]
+        kept = [Scored(r, a, group=rank() + i // n * world())
+                for i, (r, a, s) in enumerate(zip(rollouts, adv, spread)) if s]
         unmoved = [Scored(rollouts[i], 0.0, n) for i in range(0, len(adv), n) if not spread[i]]
         # 4. update theta
         for group in optimizer.param_groups:
@@ -1022,20 +1232,22 @@ def main(argv=None):
         if lora:
             stats |= distill(policy, *lora, kept + unmoved, schedule, args, device)
         # 5. the controller reads alpha and sets the next schedule
-        rows, used, lengths = measured.rows(), schedule, [len(r.ids) for r in rollouts]
-        mean_length = sum(lengths) / len(lengths)
+        used, everyone = schedule, gather([replace(r, ids=range(len(r.ids)), logprobs=None, hidden=None) for r in rollouts])
+        mean_length = sum(len(r.ids) for r in everyone) / len(everyone)
         if args.tau:
-            schedule = controller.update(*rows, response_length=mean_length, kl=stats["kl"])
+            schedule = controller.update(*measured.rows(), response_length=mean_length, kl=stats["kl"])
         if device.type == "cuda":
             torch.cuda.synchronize()
         # 6. write it down
         done, t3 = done + 1, time.perf_counter()
+        rewards, graded, dropped = gather(rewards), gather(graded), sum(gather([len(unmoved)]))
+        times = dict(rollout_s=t1 - t0, grade_s=t2 - t1, train_s=t3 - t2)
         m = dict(step=done, reward=sum(rewards) / len(rewards), reward_drawn=sum(graded) / len(graded),
                  solved=sum(r == 1 for r in rewards) / len(rewards), length=mean_length,
-                 cut_off=sum(r.finish == "length" for r in rollouts) / len(rollouts), dropped=len(unmoved))
-        m |= alpha_metrics(rows, controller.start, args) | budget_metrics(rollouts, used) | stats
-        m |= dict(rollout_s=t1 - t0, grade_s=t2 - t1, train_s=t3 - t2, tokens_per_s=sum(len(r.ids) for r in drawn) / (t1 - t0),
-                  lr=optimizer.param_groups[0]["lr"])
+                 cut_off=sum(r.finish == "length" for r in everyone) / len(everyone), dropped=dropped)
+        m |= alpha_metrics(Measured(gather(measured)).rows(), controller.start, args) | budget_metrics(everyone, used) | stats
+        m |= times | dict(tokens_per_s=sum(gather([len(r.ids) for r in drawn])) / max(gather([t1 - t0])),
+                          lr=optimizer.param_groups[0]["lr"])
         if done % args.eval_every == 0 or done == args.steps:
             m |= evaluate(actor, policy, held_out, args)
         record(m)
@@ -1044,19 +1256,20 @@ def main(argv=None):
             print(f"--max-skipped: in {skipped} steps in a row the gradient was not finite; a lower --lr, or another --seed or "
                   "--data, may help", file=sys.stderr)
             stops.append(0)
-        if done % args.save_every == 0 or done == args.steps or stops:
+        if done % args.save_every == 0 or done == args.steps or gather(stops):
             save(out, done, policy, optimizer, controller, lora, args.keep)
-        if time.perf_counter() - plotted > 20 or done == args.steps:
+        if not rank() and (time.perf_counter() - plotted > 20 or done == args.steps):
             plot(history, args, out / "run.png")
             plotted = time.perf_counter()
     for number, handler in before.items():
         signal.signal(number, handler)
-    if stops and done < args.steps:
+    if done < args.steps:
         if not done:
             save(out, done, policy, optimizer, controller, lora, args.keep)
-        print(f"stopped after {done} of {args.steps} steps; --resume --out {out} goes on")
-        sys.exit(128 + stops[0] if stops[0] else 1)
-    summary(history, args, actor, len(held_out), longest, started)
+        say(f"stopped after {done} of {args.steps} steps; --resume --out {out} goes on")
+        sys.exit(128 + stopping[0] if stopping[0] else 1)
+    if not rank():
+        summary(history, args, actor, len(held_out), longest, started)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def sampled(model, schedule=None, alpha_every=1, temperature=1.0):
     actor = Actor(model, rows=8, max_context=80, page_size=4, dense_layers=1, alpha_every=alpha_every)
     rollouts = actor.generate(prompts, 2, 50, temperature, schedule, stop_ids=(1, 2), seed=1)
     assert {r.finish for r in rollouts} == {"stop", "length"} and len({len(r.ids) for r in rollouts}) > 4
-    return [Scored(r, a) for r, a in zip(rollouts, (1, -1, .5, -.5, 2, -2, .3, -.3))]
+    return [Scored(r, a, group=i // 4) for i, (r, a) in enumerate(zip(rollouts, (1, -1, .5, -.5, 2, -2, .3, -.3)))]
 
 
 @pytest.fixture(scope="module")
