@@ -221,19 +221,25 @@ def test_the_ablations_resume_exactly_too(straight, tmp_path, monkeypatch):
     assert first["pages_by_bin"] != last["pages_by_bin"] and all(0 < m["ess"] <= 1 for m in one[1:])
 
 
-def test_distill_resumes_exactly_and_is_exported(straight, tmp_path, monkeypatch):
-    """Two steps are one and one, with the LoRA's weights and optimizer; the first step's theta is that without --distill."""
+def test_six_steps_are_three_and_three_with_everything_on(straight, tmp_path, monkeypatch):
+    """The controller, DistillSparse and two updates a rollout: bitwise, with the LoRA, its optimizer and its export; and the
+    first step's theta is that without --distill."""
     monkeypatch.setattr(verify, "grade", text_reward)
-    more = ["--warm-dir", straight / "warm", "--eval", 0, "--distill", 1, "--lora-rank", 4, "--save-every", 1, "--steps"]
-    run(tmp_path / "one", *more, 2)
-    run(tmp_path / "two", *more, 1)
-    train.main(["--resume", "--out", str(tmp_path / "two"), "--steps", "2"])
-    one, two = (torch.load(tmp_path / x / "step-000002/trainer.pt", weights_only=True)["lora"] for x in ("one", "two"))
+    more = ["--warm-dir", straight / "warm", "--eval", 0, "--minibatches", 2, "--save-every", 1, "--keep", 9]
+    for name, steps in (("one", 6), ("two", 3)):
+        run(tmp_path / name, *more, "--distill", 1, "--lora-rank", 4, "--steps", steps)
+    train.main(["--resume", "--out", str(tmp_path / "two"), "--steps", "6"])
+    one, two = (torch.load(tmp_path / x / "step-000006/trainer.pt", weights_only=True)["lora"] for x in ("one", "two"))
     assert all(torch.equal(a, b) for name in one for a, b in zip(one[name], two[name])) and all(B.any() for _, B in one.values())
-    run(tmp_path / "without", "--warm-dir", straight / "warm", "--eval", 0, "--steps", 1)
+    a, b = (weights(tmp_path / x / "step-000006") for x in ("one", "two"))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    for m, w in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
+        assert {k: str(v) for k, v in m.items() if k not in CLOCKS} == {k: str(v) for k, v in w.items() if k not in CLOCKS}
+    assert metrics(tmp_path / "one")[1]["pages_by_bin"] != metrics(tmp_path / "one")[6]["pages_by_bin"]
+    run(tmp_path / "without", *more, "--steps", 1)
     with_it, without = weights(tmp_path / "one/step-000001"), weights(tmp_path / "without/step-000001")
     assert all(torch.equal(with_it[name], without[name]) for name in with_it)
-    adapter = tmp_path / "one/step-000002/sparse_actor"
+    adapter = tmp_path / "one/step-000006/sparse_actor"
     saved = load_file(adapter / "adapter_model.safetensors")
     name = "model.layers.1.mlp.up_proj"
     assert torch.equal(saved[f"base_model.model.{name}.lora_B.weight"], one[name + ".weight"][1])
