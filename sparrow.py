@@ -55,7 +55,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from sparse_attn import (DENSE, add_norm, fill_kv, paged_attention, read_bandwidth, rms_norm, rope_append, rotate,
+from sparse_attn import (DENSE, add_norm, fill_kv, linear, paged_attention, read_bandwidth, rms_norm, rope_append, rotate,
                          sample_tokens, select_tables, silu_mul, sparse_attention)
 
 # ---- model ------------------------------------------------------------------------------------------------------
@@ -779,7 +779,7 @@ def fuse(*projections):
         return whole
     weight = join([p.weight for p in projections])
     bias = None if projections[0].bias is None else join([p.bias for p in projections])
-    return lambda x: F.linear(x, weight, bias)
+    return lambda x: linear(x, weight, bias)
 
 
 class Actor:
@@ -997,8 +997,9 @@ class Actor:
                 read = select_tables(q, self.landmarks[i], table, after, budgets, self.page_size, self.first, self.last,
                                      self.arrived)
             out = paged_attention(q, self.k[i], self.v[i], *read)                         # [n,H,D]
-            h = add_norm(x, attn.o_proj(out.flatten(1)), layer.post_attention_layernorm.weight, c.norm_eps, dtype)
-            delta = layer.mlp.down_proj(silu_mul(gate_up(h)))
+            delta = linear(out.flatten(1), attn.o_proj.weight, attn.o_proj.bias, partial=True)
+            h = add_norm(x, delta, layer.post_attention_layernorm.weight, c.norm_eps, dtype)
+            delta = linear(silu_mul(gate_up(h)), layer.mlp.down_proj.weight, layer.mlp.down_proj.bias, partial=True)
         hidden = add_norm(x, delta, m.norm.weight, c.norm_eps, dtype)
         o["lengths"][:n] = after.clamp(max=self.max_context - 1)  # an idle lane counts on
         self._emit(self.lanes[:n], hidden)

@@ -18,14 +18,23 @@ may keep, its *budget*, is a number per row and per token: `sparrow.Schedule` de
                       differentiable. What decoding gave token by token, this gives in one pass; so it can score a
                       rollout, train the sparse actor, and refill the cache of a row that was pushed out of memory.
 
-A decode step has a few more operations between its matrix products, and a draw at its end:
+A decode step has a few more operations around and between these, and a draw at its end:
 
     rope_append       append_kv with the norms and the rotation before it        add_norm, silu_mul, sample_tokens
     select_tables     select_pages in the form that paged_attention reads fastest
+    linear            the matrix products, of so few rows that reading the weights is the work
 
 Each operation has a PyTorch reference, `*_ref`, written to be read, and a Triton kernel, `*_triton`, of the same
 signature. The unsuffixed name is what the rest of the project calls; it asserts shapes and types first, then picks the
 implementation for the device. Read the references first, then the names at the end, then the kernels.
+
+A step is some 370 short kernels, and on a GPU the gap between two is as long as some of them. From Hopper on a kernel may
+be launched while the one before it still runs (*programmatic dependent launch*): it takes its place on the
+multiprocessors, and waits there. So every kernel of a decode step begins with `_take_turn`, which lets the next kernel
+come, then waits until the one before is complete and its writes are visible. Complete, not merely started: a kernel
+completes after its own wait, hence after all before it, and one that did not wait would break this for all behind it.
+Before its turn a kernel may ask for constants alone (`linear`: its weights). Launches without the attribute, such as
+cuBLAS's and PyTorch's, wait for the kernel before them as ever, so they may stand anywhere between.
 
 Shape legend: B rows, T tokens, H query heads, G KV heads, R = H/G query heads per KV head, D head dim, N pages in the
 pool, P pages of a row (the page table's width), S page size, K selected pages.
@@ -46,6 +55,7 @@ except ImportError:  # no Triton on this platform: everything runs on the refere
     triton, tl, jit = None, SimpleNamespace(constexpr=int), lambda f: f
 
 DENSE = 2**30  # a budget that covers every page: such a position attends densely
+FEW_ROWS = 64  # up to here `linear` has its own kernel: reading the weights is the work
 
 
 # ---- the cache: one token, or a whole prompt --------------------------------------------------------------------
@@ -170,9 +180,14 @@ def rope_append_ref(q, k, v, cos, sin, norms, *cache):
     return q
 
 
+def linear_ref(x, weight, bias=None, partial=False):
+    y = F.linear(x, weight, bias)
+    return y[None] if partial else y
+
+
 def add_norm_ref(x, delta, weight, eps, dtype):
     if delta is not None:
-        x += delta
+        x += delta.view(-1, *x.shape).sum(0)
     return rms_norm(x, weight, eps).to(dtype)
 
 
@@ -252,17 +267,34 @@ def _sparse_chunk(q, k, v, means, running, budgets, t0, S, first, last):
 # ---- Triton kernels of the decode step --------------------------------------------------------------------------
 # Decoding is bound by bytes, so each kernel reads what it must once and keeps nothing else in memory. Lengths, budgets
 # and page tables are read on the device: a captured CUDA graph stays right while they change. TRITON_INTERPRET=1 runs
-# all of them on CPU tensors, which is how they are tested without a GPU.
+# all of them on CPU tensors, which is how they are tested without a GPU. Every one takes its turn before it reads or writes.
+
+
+@jit
+def _take_turn(PDL: tl.constexpr):
+    """Let the next kernel of the stream be launched; wait until all before this one are complete."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+def _turns(x):
+    """Launch options of a kernel that takes its turn: programmatic dependent launch, where there is such a thing."""
+    if x.is_cuda and torch.version.cuda and not triton.knobs.runtime.interpret:
+        if torch.cuda.get_device_capability(x.device) >= (9, 0):
+            return dict(PDL=True, launch_pdl=True)
+    return dict(PDL=False)
 
 
 @jit
 def _append_kernel(q, k, v, cos, sin, q_norm, k_norm, q_out, k_pages, v_pages, landmarks, table, lengths, q_row, q_head, k_row,
                    k_head, v_row, v_head, table_row, H, G, eps, ROPE: tl.constexpr, NORM: tl.constexpr, S: tl.constexpr,
-                   D: tl.constexpr, BH: tl.constexpr):
+                   D: tl.constexpr, BH: tl.constexpr, PDL: tl.constexpr):
     """One program a (row, head), the H query heads first: norm and rotate one vector, held as its two halves; then a query
     goes out, and a key goes into its page with its value, where the page's keys are averaged anew (S is small)."""
     b, h, i = tl.program_id(0), tl.program_id(1), tl.arange(0, BH)
     half: tl.constexpr = D // 2
+    _take_turn(PDL)
     ok, g, n = i < half, h - H, tl.load(lengths + b)
     page = tl.load(table + b * table_row + n // S).to(tl.int64) * G + g  # asked for early: the longest wait
     at, norm = k + b * k_row + g * k_head + i, k_norm
@@ -299,7 +331,7 @@ def append_kv_triton(k, v, k_pages, v_pages, landmarks, page_table, lengths):
     (B, G, D), S = k.shape, k_pages.shape[2]
     _append_kernel[B, G](k, k, v, k, k, k, k, k, k_pages, v_pages, landmarks, page_table, lengths, 0, 0, *k.stride()[:2],
                          *v.stride()[:2], page_table.stride(0), 0, G, 0.0, False, False, S, D,
-                         triton.next_power_of_2(D // 2), num_warps=1)
+                         triton.next_power_of_2(D // 2), num_warps=1, **_turns(k))
 
 
 def rope_append_triton(q, k, v, cos, sin, norms, k_pages, v_pages, landmarks, page_table, lengths):
@@ -308,7 +340,7 @@ def rope_append_triton(q, k, v, cos, sin, norms, k_pages, v_pages, landmarks, pa
     q_norm, k_norm, eps = norms or (q, k, 0.0)
     _append_kernel[B, H + G](q, k, v, cos, sin, q_norm, k_norm, out, k_pages, v_pages, landmarks, page_table, lengths,
                              *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], page_table.stride(0), H, G, eps, True,
-                             norms is not None, S, D, triton.next_power_of_2(D // 2), num_warps=1)
+                             norms is not None, S, D, triton.next_power_of_2(D // 2), num_warps=1, **_turns(q))
     return out
 
 
@@ -337,11 +369,12 @@ def _keep_best(score, count):
 @jit
 def _select_kernel(q, landmarks, table, lengths, budgets, scores, pages, counts, arrived, q_row, q_head, table_row, P, first,
                    last, POOL: tl.constexpr, R: tl.constexpr, S: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-                   BP: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr):
+                   BP: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
     """One program a (chunk of pages, KV head, row): score the chunk's pages by q . landmark. Of a row and head's programs the
     one that finishes last keeps the exact `count` best, in ascending order: so choosing overlaps with other rows' scoring.
     """
     g, c, b, G = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(0)
+    _take_turn(PDL)
     length, d = tl.load(lengths + b), tl.arange(0, BD)
     n_pages = (length + S - 1) // S
     query = tl.zeros([BD], tl.float32)
@@ -380,20 +413,21 @@ def select_pages_triton(q, landmarks, page_table, lengths, budgets, page_size=16
     _select_kernel[G, triton.cdiv(P, chunk), B](
         q, landmarks, page_table, lengths, budgets, scores, pages, counts, arrived, q.stride(0), q.stride(1),
         page_table.stride(0), P, first, last, pool, H // G, page_size, D, triton.next_power_of_2(D), triton.next_power_of_2(P),
-        chunk, tile, num_warps=4)
+        chunk, tile, num_warps=4, **_turns(q))
     return pages, counts
 
 
 @jit
 def _attend_kernel(q, k_pages, v_pages, table, lengths, out, parts, stats, q_row, q_head, table_row, table_head, length_row,
                    length_head, G, scale, R: tl.constexpr, BR: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
-                   BD: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr):
+                   BD: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
     """One program a (row, KV head, split of the tokens): online softmax over its tiles, for the group's R queries at once.
 
     A split with no tokens leaves weight 0. scale includes log2(e): powers of two are what the hardware has.
     """
     b, g, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     r, d, t = tl.arange(0, BR), tl.arange(0, BD), tl.arange(0, TILE)
+    _take_turn(PDL)
     length = tl.load(lengths + b * length_row + g * length_head)
     per_split = tl.cdiv(tl.cdiv(length, TILE), SPLITS) * TILE
     table += b * table_row + g * table_head
@@ -425,9 +459,11 @@ def _attend_kernel(q, k_pages, v_pages, table, lengths, out, parts, stats, q_row
 
 
 @jit
-def _merge_kernel(parts, stats, out, R: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, SPLITS: tl.constexpr):
+def _merge_kernel(parts, stats, out, R: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, SPLITS: tl.constexpr,
+                  PDL: tl.constexpr):
     """One program a (row * KV head, query of the group): join the splits, each weighted by 2 to the power of its maximum."""
     bg, r, d, s = tl.program_id(0), tl.program_id(1), tl.arange(0, BD), tl.arange(0, SPLITS)
+    _take_turn(PDL)
     row = (bg * SPLITS + s) * R + r
     best, weight = tl.load(stats + row * 2), tl.load(stats + row * 2 + 1)
     scale = tl.exp2(best - tl.max(best, 0))
@@ -455,19 +491,68 @@ def paged_attention_triton(q, k_pages, v_pages, page_table, lengths, splits=None
     _attend_kernel[B, G, splits](
         q, k_pages, v_pages, page_table, lengths, out, parts, stats, q.stride(0), q.stride(1), page_table.stride(0),
         page_table.stride(1) if per_head else 0, lengths.stride(0), lengths.stride(1) if per_head else 0, G,
-        D**-0.5 * 1.4426950408889634, R, max(16, triton.next_power_of_2(R)), S, D, BD, splits, 64, stages, num_warps=warps)
+        D**-0.5 * 1.4426950408889634, R, max(16, triton.next_power_of_2(R)), S, D, BD, splits, 64, stages, num_warps=warps,
+        **_turns(q))
     if splits > 1:
-        _merge_kernel[B * G, R](parts, stats, out, R, D, BD, splits, num_warps=1)
+        _merge_kernel[B * G, R](parts, stats, out, R, D, BD, splits, num_warps=1, **_turns(q))
     return out
 
 
 @jit
-def _add_norm_kernel(x, delta, weight, out, eps, ADD: tl.constexpr, d: tl.constexpr, BD: tl.constexpr):
+def _linear_kernel(x, weight, bias, out, B, BIAS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BB: tl.constexpr,
+                   BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+                   PDL: tl.constexpr):
+    """One program a (tile of BN outputs, split of the K inputs): weights times inputs, [BN,BB], as tensor cores want their
+    long side first. Tiles past the end read the last output or row again, and do not store it. AHEAD: how many of a row's
+    inputs to ask for before the turn.
+    """
+    n, split, b, k = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1), tl.arange(0, BB), tl.arange(0, BK)
+    start, end = split * (K // BK) // SPLITS * BK, (split + 1) * (K // BK) // SPLITS * BK
+    weight += tl.minimum(n, N - 1)[:, None] * K                                           # [BN,1]
+    if PDL and AHEAD > 0:
+        size = tl.minimum(end - start, AHEAD) * (weight.dtype.element_ty.primitive_bitwidth // 8)
+        tl.inline_asm_elementwise("cp.async.bulk.prefetch.L2.global [$1], $2; // $0", "=r,l,r", [weight + start, size],
+                                  tl.int32, is_pure=False, pack=1)
+    _take_turn(PDL)
+    inputs = x + tl.minimum(b, B - 1)[None, :] * K + k[:, None]                           # [BK,BB]
+    acc = tl.zeros([BN, BB], tl.float32)
+    for i in tl.range(start, end, BK, num_stages=STAGES):
+        acc = tl.dot(tl.load(weight + (i + k)), tl.load(inputs + i), acc, input_precision="ieee")
+    if BIAS:
+        acc += tl.where(split == 0, tl.load(bias + tl.minimum(n, N - 1)).to(tl.float32), 0.0)[:, None]
+    tl.store(out + (split * B + b)[None, :] * N + n[:, None], acc, (n < N)[:, None] & (b < B)[None, :])
+
+
+def linear_triton(x, weight, bias=None, partial=False, tiles=None):
+    (B, K), N, BB = x.shape, len(weight), max(16, triton.next_power_of_2(len(x)))
+    sm = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 8
+    BN, BK, splits, stages, warps, ahead = tiles or _linear_tiles(N, K, sm, partial)
+    shape, dtype = ((splits, B, N), torch.float32) if partial else ((B, N), x.dtype)
+    assert splits == 1 or partial
+    out = torch.empty(shape, dtype=dtype, device=x.device)
+    _linear_kernel[triton.cdiv(N, BN), splits](x, weight, x if bias is None else bias, out, B, bias is not None, N, K, BB, BN,
+                                               BK, splits, stages, ahead, num_warps=warps, **_turns(x))
+    return out
+
+
+def _linear_tiles(N, K, sm, partial):
+    """(BN, BK, splits, stages, warps, ahead) of `linear`: one program a multiprocessor with many loads in flight; where that
+    is not enough for all outputs, two or more with fewer. BK divides K, so that no load needs a mask."""
+    BK, tiles = min(128, K & -K), triton.cdiv(N, 64)
+    splits = max(1, min(4, sm // tiles, K // BK)) if partial else 1
+    return 64, BK, splits, 5 if tiles * splits <= sm else 3, 4, 512
+
+
+@jit
+def _add_norm_kernel(x, delta, weight, out, eps, SPLITS: tl.constexpr, d: tl.constexpr, BD: tl.constexpr,
+                     PDL: tl.constexpr):
     """One program a row: the layer's output joins the fp32 residual stream, whose norm feeds the next."""
-    b, i = tl.program_id(0), tl.arange(0, BD)
+    b, B, i = tl.program_id(0), tl.num_programs(0), tl.arange(0, BD)
+    _take_turn(PDL)
     y = tl.load(x + b * d + i, i < d, 0.0)
-    if ADD:
-        y += tl.load(delta + b * d + i, i < d, 0.0).to(tl.float32)
+    for split in tl.static_range(SPLITS):
+        y += tl.load(delta + (split * B + b) * d + i, i < d, 0.0).to(tl.float32)
+    if SPLITS > 0:
         tl.store(x + b * d + i, y, i < d)
     y *= 1 / tl.sqrt_rn(tl.sum(y * y, 0) / d + eps)
     tl.store(out + b * d + i, y * tl.load(weight + i, i < d, 0.0).to(tl.float32), i < d)
@@ -475,14 +560,15 @@ def _add_norm_kernel(x, delta, weight, out, eps, ADD: tl.constexpr, d: tl.conste
 
 def add_norm_triton(x, delta, weight, eps, dtype):
     (B, d), out = x.shape, torch.empty(x.shape, dtype=dtype, device=x.device)
-    _add_norm_kernel[(B,)](x, x if delta is None else delta, weight, out, eps, delta is not None, d, triton.next_power_of_2(d),
-                           num_warps=8)
+    splits, delta = (0, x) if delta is None else (delta.numel() // x.numel(), delta)
+    _add_norm_kernel[(B,)](x, delta, weight, out, eps, splits, d, triton.next_power_of_2(d), num_warps=8, **_turns(x))
     return out
 
 
 @jit
-def _silu_mul_kernel(gate_up, out, F: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_mul_kernel(gate_up, out, F: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     b, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    _take_turn(PDL)
     gate = tl.load(gate_up + b * 2 * F + i, i < F, 0.0).to(tl.float32)
     up = tl.load(gate_up + b * 2 * F + F + i, i < F, 0.0).to(tl.float32)
     tl.store(out + b * F + i, (gate / (1 + tl.exp(-gate))).to(out.dtype.element_ty) * up, i < F)  # rounded as F.silu would
@@ -490,14 +576,15 @@ def _silu_mul_kernel(gate_up, out, F: tl.constexpr, BLOCK: tl.constexpr):
 
 def silu_mul_triton(gate_up):
     (B, F), out = gate_up.shape, torch.empty(len(gate_up), gate_up.shape[1] // 2, dtype=gate_up.dtype, device=gate_up.device)
-    _silu_mul_kernel[B, triton.cdiv(F // 2, 1024)](gate_up, out, F // 2, 1024, num_warps=4)
+    _silu_mul_kernel[B, triton.cdiv(F // 2, 1024)](gate_up, out, F // 2, 1024, num_warps=4, **_turns(gate_up))
     return out
 
 
 @jit
-def _mass_kernel(logits, parts, row, V, inv_t, BLOCK: tl.constexpr):
+def _mass_kernel(logits, parts, row, V, inv_t, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """One program a (row, block of the vocabulary): its largest logit m, and its sum of exp(logit - m)."""
     b, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    _take_turn(PDL)
     v = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + b * row + v, v < V, float("-inf")).to(tl.float32) * inv_t
     top = tl.max(x, 0)
@@ -507,9 +594,10 @@ def _mass_kernel(logits, parts, row, V, inv_t, BLOCK: tl.constexpr):
 
 @jit
 def _draw_kernel(logits, parts, uniforms, tokens, logprobs, row, V, blocks, inv_t, GREEDY: tl.constexpr, BLOCK: tl.constexpr,
-                 NB: tl.constexpr):
+                 NB: tl.constexpr, PDL: tl.constexpr):
     """One program a row: the block where the running sum of probability passes u, then the token within it."""
     b, i, j = tl.program_id(0).to(tl.int64), tl.arange(0, NB), tl.arange(0, BLOCK)
+    _take_turn(PDL)
     best = tl.load(parts + (b * blocks + i) * 2, i < blocks, float("-inf"))
     mass = tl.load(parts + (b * blocks + i) * 2 + 1, i < blocks, 0.0)
     top = tl.max(best, 0)
@@ -536,9 +624,9 @@ def sample_tokens_triton(logits, uniforms, temperature):
     tokens = torch.empty(B, dtype=torch.long, device=logits.device)
     logprobs = torch.empty(B, device=logits.device)
     inv_t = 1 / (temperature or 1.0)
-    _mass_kernel[B, blocks](logits, parts, logits.stride(0), V, inv_t, block)
+    _mass_kernel[B, blocks](logits, parts, logits.stride(0), V, inv_t, block, **_turns(logits))
     _draw_kernel[(B,)](logits, parts, uniforms, tokens, logprobs, logits.stride(0), V, blocks, inv_t, temperature == 0, block,
-                       triton.next_power_of_2(blocks))
+                       triton.next_power_of_2(blocks), **_turns(logits))
     return tokens, logprobs
 
 
@@ -754,8 +842,19 @@ def rope_append(q, k, v, cos, sin, norms, k_pages, v_pages, landmarks, page_tabl
     return run(q, k, v, cos, sin, norms, k_pages, v_pages, landmarks, page_table, lengths)
 
 
+def linear(x, weight, bias=None, partial=False):
+    """x weight^T + bias, by cuBLAS for more than FEW_ROWS rows. x: [B,in]; weight: [out,in]; bias: [out] -> [B,out]
+
+    partial: -> [splits,B,out], usually fp32, sums over parts of the inputs: `add_norm` adds them up with no launch more.
+    """
+    assert x.is_contiguous() and weight.is_contiguous() and x.dtype == weight.dtype and weight.numel() < 2**31
+    few = x.is_cuda and len(x) <= FEW_ROWS and x.shape[1] % 16 == 0  # tensor cores take 16 inputs at a time
+    return (linear_triton if few else linear_ref)(x, weight, bias, partial)
+
+
 def add_norm(x, delta, weight, eps, dtype):
-    """x += delta (unless None), in place; -> RMSNorm of it in `dtype`. x: [B,d] fp32; delta: [B,d]; weight: [d]"""
+    """x += delta (unless None), in place; -> RMSNorm of it in `dtype`. x: [B,d] fp32; delta: [B,d], or [splits,B,d] to be
+    summed; weight: [d]"""
     assert x.dtype == torch.float32 and x.is_contiguous() and (delta is None or delta.is_contiguous())
     return (add_norm_triton if x.is_cuda else add_norm_ref)(x, delta, weight, eps, dtype)
 

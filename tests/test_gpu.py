@@ -3,7 +3,8 @@ import pytest
 import torch
 
 import sparrow
-from sparrow import Actor, Model, Schedule, chunked_acceptance, sparse_attend, token_logprobs
+import sparse_attn
+from sparrow import Actor, Config, Model, Schedule, chunked_acceptance, sparse_attend, token_logprobs
 from sparse_attn import DENSE, append_kv, paged_attention, select_pages, sparse_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -81,6 +82,22 @@ def test_graph_replay_with_a_smaller_batch(policy, random_ids):
         a, b = (x.generate(prompts, 1, 60, 1.0, s, stop_ids=[5], seed=n) for x in (graphs, eager))
         assert sum(x.ids == y.ids for x, y in zip(a, b)) >= n - 1, "a batch of another size may round one sample away"
     assert graphs.graphs and not eager.graphs
+
+
+def test_kernels_that_overlap_give_the_bits_of_kernels_that_do_not(random_ids, monkeypatch):
+    """Hundreds of replays of a real model's step, where each kernel starts while the one before it runs, against launches
+    that wait for each other; also one by one outside a graph."""
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = Model(Config.from_hf(sparrow.model_shape("Qwen3-0.6B")))
+    prompts, schedule = random_ids(16, 60).tolist(), Schedule((4, 6), 128, 16)
+    graphs, eager = (Actor(model, rows=16, max_context=512) for _ in range(2))
+    eager._step = lambda: eager._decode(len(eager.live), eager.row_pages)
+    overlapped = [actor.generate(prompts, 1, 300, 1.0, schedule) for actor in (graphs, graphs, eager)]
+    monkeypatch.setattr(sparse_attn, "_turns", lambda x: dict(PDL=False))
+    plain = eager.generate(prompts, 1, 300, 1.0, schedule)
+    for rollouts in overlapped:
+        assert all(a.ids == b.ids and torch.equal(a.hidden, b.hidden) for a, b in zip(rollouts, plain))
 
 
 def test_graphs_are_captured_anew_for_another_length(policy, random_ids):

@@ -1,4 +1,6 @@
 """Every Triton kernel against its reference: under the interpreter on a CPU (conftest sets it), compiled on a GPU."""
+import inspect
+
 import pytest
 import torch
 
@@ -169,6 +171,34 @@ def test_add_norm_and_silu_mul(dtype):
         assert close(a, b, torch.float32) and (d is None) == torch.equal(b, x)
     gate_up = torch.randn(3, 2 * 1100, generator=g).to(DEVICE, dtype)
     assert close(sa.silu_mul_ref(gate_up), sa.silu_mul_triton(gate_up), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("B, N, K", [(1, 96, 48), (5, 130, 896), (16, 64, 1536), (33, 70, 80)])
+def test_linear(B, N, K, dtype):
+    """Sizes that no tile divides, unequal splits, a bias that must count once; `add_norm` sums what `linear` leaves apart."""
+    g = torch.Generator().manual_seed(0)
+    x, weight, bias, stream = (torch.randn(*shape, generator=g).to(DEVICE) for shape in ((B, K), (N, K), (N,), (B, N)))
+    x, weight, bias = x.to(dtype), (weight / K**0.5).to(dtype), bias.to(dtype)
+    for b in (None, bias):
+        want = torch.nn.functional.linear(x.float(), weight.float(), None if b is None else b.float())
+        assert close(sa.linear_ref(x, weight, b), want, dtype) and close(sa.linear_triton(x, weight, b), want, dtype)
+        parts = sa.linear_triton(x, weight, b, partial=True)
+        assert parts.dtype == torch.float32 and close(parts.sum(0), want, torch.float32)
+        for add_norm, delta in ((sa.add_norm_ref, parts), (sa.add_norm_triton, parts),
+                                (sa.add_norm_triton, sa.linear_ref(x, weight, b, partial=True))):
+            got = stream.clone()
+            add_norm(got, delta, torch.ones(N, device=DEVICE), 1e-6, dtype)
+            assert close(got, stream + want, torch.float32 if delta is parts else dtype)
+
+
+def test_every_kernel_of_a_step_takes_its_turn_first():
+    """One that touched memory before, or did not wait, would let the kernels behind it overtake those before it."""
+    step = [k.fn for name, k in vars(sa).items() if name.endswith("_kernel") and "PDL" in inspect.signature(k.fn).parameters]
+    assert len(step) == 9
+    for kernel in step:
+        before, _ = inspect.getsource(kernel).split("\n    _take_turn(PDL)\n")
+        assert not any(access in before for access in ("tl.load(", "tl.store(", "tl.atomic"))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0])
