@@ -28,13 +28,12 @@ Each operation has a PyTorch reference, `*_ref`, written to be read, and a Trito
 signature. The unsuffixed name is what the rest of the project calls; it asserts shapes and types first, then picks the
 implementation for the device. Read the references first, then the names at the end, then the kernels.
 
-A step is some 370 short kernels, and on a GPU the gap between two is as long as some of them. From Hopper on a kernel may
-be launched while the one before it still runs (*programmatic dependent launch*): it takes its place on the
-multiprocessors, and waits there. So every kernel of a decode step begins with `_take_turn`, which lets the next kernel
-come, then waits until the one before is complete and its writes are visible. Complete, not merely started: a kernel
-completes after its own wait, hence after all before it, and one that did not wait would break this for all behind it.
-Before its turn a kernel may ask for constants alone (`linear`: its weights). Launches without the attribute, such as
-cuBLAS's and PyTorch's, wait for the kernel before them as ever, so they may stand anywhere between.
+A step is hundreds of short kernels, with gaps between them as long as some of them. From Hopper on a kernel may be
+launched while the one before it still runs (*programmatic dependent launch*). So every kernel of a decode step begins
+with `_take_turn`: it lets the next one come, then waits until the one before is complete and its writes are visible.
+That one had itself waited before it could complete, hence all before it are complete too; one kernel that did not wait
+would break this for all behind it. Before its turn a kernel may ask for constants alone (`linear`: its weights). Other
+launches, cuBLAS's and PyTorch's, wait for the kernel before them as ever and may stand anywhere between.
 
 Shape legend: B rows, T tokens, H query heads, G KV heads, R = H/G query heads per KV head, D head dim, N pages in the
 pool, P pages of a row (the page table's width), S page size, K selected pages.
@@ -267,12 +266,12 @@ def _sparse_chunk(q, k, v, means, running, budgets, t0, S, first, last):
 # ---- Triton kernels of the decode step --------------------------------------------------------------------------
 # Decoding is bound by bytes, so each kernel reads what it must once and keeps nothing else in memory. Lengths, budgets
 # and page tables are read on the device: a captured CUDA graph stays right while they change. TRITON_INTERPRET=1 runs
-# all of them on CPU tensors, which is how they are tested without a GPU. Every one takes its turn before it reads or writes.
+# all of them on CPU tensors, which is how they are tested without a GPU.
 
 
 @jit
 def _take_turn(PDL: tl.constexpr):
-    """Let the next kernel of the stream be launched; wait until all before this one are complete."""
+    """Let the next kernel be launched; wait until all before this one are complete. First of all in every kernel."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -280,10 +279,9 @@ def _take_turn(PDL: tl.constexpr):
 
 def _turns(x):
     """Launch options of a kernel that takes its turn: programmatic dependent launch, where there is such a thing."""
-    if x.is_cuda and torch.version.cuda and not triton.knobs.runtime.interpret:
-        if torch.cuda.get_device_capability(x.device) >= (9, 0):
-            return dict(PDL=True, launch_pdl=True)
-    return dict(PDL=False)
+    nvidia = x.is_cuda and torch.version.cuda and not triton.knobs.runtime.interpret
+    pdl = nvidia and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return dict(PDL=True, launch_pdl=True) if pdl else dict(PDL=False)
 
 
 @jit
@@ -491,8 +489,8 @@ def paged_attention_triton(q, k_pages, v_pages, page_table, lengths, splits=None
     _attend_kernel[B, G, splits](
         q, k_pages, v_pages, page_table, lengths, out, parts, stats, q.stride(0), q.stride(1), page_table.stride(0),
         page_table.stride(1) if per_head else 0, lengths.stride(0), lengths.stride(1) if per_head else 0, G,
-        D**-0.5 * 1.4426950408889634, R, max(16, triton.next_power_of_2(R)), S, D, BD, splits, 64, stages, num_warps=warps,
-        **_turns(q))
+        D**-0.5 * 1.4426950408889634, R, max(16, triton.next_power_of_2(R)), S, D, BD, splits, 64, stages,
+        num_warps=warps, **_turns(q))
     if splits > 1:
         _merge_kernel[B * G, R](parts, stats, out, R, D, BD, splits, num_warps=1, **_turns(q))
     return out
@@ -502,9 +500,10 @@ def paged_attention_triton(q, k_pages, v_pages, page_table, lengths, splits=None
 def _linear_kernel(x, weight, bias, out, B, BIAS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BB: tl.constexpr,
                    BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
                    PDL: tl.constexpr):
-    """One program a (tile of BN outputs, split of the K inputs): weights times inputs, [BN,BB], as tensor cores want their
-    long side first. Tiles past the end read the last output or row again, and do not store it. AHEAD: how many of a row's
-    inputs to ask for before the turn.
+    """One program a (tile of BN outputs, split of the K inputs): weight x^T, as tensor cores want the long side first.
+
+    Past the end it reads the last output or row again, and stores nothing. The first AHEAD weights of each output are
+    called into the L2 cache before its turn.
     """
     n, split, b, k = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1), tl.arange(0, BB), tl.arange(0, BK)
     start, end = split * (K // BK) // SPLITS * BK, (split + 1) * (K // BK) // SPLITS * BK
@@ -525,22 +524,27 @@ def _linear_kernel(x, weight, bias, out, B, BIAS: tl.constexpr, N: tl.constexpr,
 
 def linear_triton(x, weight, bias=None, partial=False, tiles=None):
     (B, K), N, BB = x.shape, len(weight), max(16, triton.next_power_of_2(len(x)))
-    sm = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 8
-    BN, BK, splits, stages, warps, ahead = tiles or _linear_tiles(N, K, sm, partial)
+    BN, BK, splits, stages, warps, ahead = tiles or _linear_tiles(BB, weight, partial)
     shape, dtype = ((splits, B, N), torch.float32) if partial else ((B, N), x.dtype)
-    assert splits == 1 or partial
     out = torch.empty(shape, dtype=dtype, device=x.device)
-    _linear_kernel[triton.cdiv(N, BN), splits](x, weight, x if bias is None else bias, out, B, bias is not None, N, K, BB, BN,
-                                               BK, splits, stages, ahead, num_warps=warps, **_turns(x))
+    _linear_kernel[triton.cdiv(N, BN), splits](
+        x, weight, x if bias is None else bias, out, B, bias is not None, N, K, BB, BN, BK, splits, stages, ahead,
+        num_warps=warps, **_turns(x))
     return out
 
 
-def _linear_tiles(N, K, sm, partial):
-    """(BN, BK, splits, stages, warps, ahead) of `linear`: one program a multiprocessor with many loads in flight; where that
-    is not enough for all outputs, two or more with fewer. BK divides K, so that no load needs a mask."""
-    BK, tiles = min(128, K & -K), triton.cdiv(N, 64)
+def _linear_tiles(BB, weight, partial):
+    """(BN, BK, splits, stages, warps, ahead): one program a multiprocessor with many loads in flight, or where there are
+    more tiles than that, two with fewer. BK divides K, so that no load needs a mask."""
+    (N, K), size, sm, memory = weight.shape, weight.element_size(), 8, 2**17
+    if weight.is_cuda:
+        gpu = torch.cuda.get_device_properties(weight.device)
+        sm, memory = gpu.multi_processor_count, getattr(gpu, "shared_memory_per_block_optin", 2**16)
+    BN, BK = 64, min(256 // size, K & -K)
+    tiles = triton.cdiv(N, BN)
     splits = max(1, min(4, sm // tiles, K // BK)) if partial else 1
-    return 64, BK, splits, 5 if tiles * splits <= sm else 3, 4, 512
+    stages = min(5 if tiles * splits <= sm else 3, memory // ((BN + BB) * BK * size))
+    return BN, BK, splits, stages, 4, 512
 
 
 @jit
@@ -845,7 +849,7 @@ def rope_append(q, k, v, cos, sin, norms, k_pages, v_pages, landmarks, page_tabl
 def linear(x, weight, bias=None, partial=False):
     """x weight^T + bias, by cuBLAS for more than FEW_ROWS rows. x: [B,in]; weight: [out,in]; bias: [out] -> [B,out]
 
-    partial: -> [splits,B,out], usually fp32, sums over parts of the inputs: `add_norm` adds them up with no launch more.
+    partial: -> [splits,B,out], fp32 from the kernel, sums over parts of the inputs: `add_norm` adds them up on its way.
     """
     assert x.is_contiguous() and weight.is_contiguous() and x.dtype == weight.dtype and weight.numel() < 2**31
     few = x.is_cuda and len(x) <= FEW_ROWS and x.shape[1] % 16 == 0  # tensor cores take 16 inputs at a time
@@ -853,8 +857,10 @@ def linear(x, weight, bias=None, partial=False):
 
 
 def add_norm(x, delta, weight, eps, dtype):
-    """x += delta (unless None), in place; -> RMSNorm of it in `dtype`. x: [B,d] fp32; delta: [B,d], or [splits,B,d] to be
-    summed; weight: [d]"""
+    """x += delta (unless None), in place; -> RMSNorm of it in `dtype`.
+
+    x: [B,d] fp32; delta: [B,d], or [splits,B,d] to be summed; weight: [d]
+    """
     assert x.dtype == torch.float32 and x.is_contiguous() and (delta is None or delta.is_contiguous())
     return (add_norm_triton if x.is_cuda else add_norm_ref)(x, delta, weight, eps, dtype)
 

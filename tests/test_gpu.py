@@ -85,8 +85,8 @@ def test_graph_replay_with_a_smaller_batch(policy, random_ids):
 
 
 def test_kernels_that_overlap_give_the_bits_of_kernels_that_do_not(random_ids, monkeypatch):
-    """Hundreds of replays of a real model's step, where each kernel starts while the one before it runs, against launches
-    that wait for each other; also one by one outside a graph."""
+    """Hundreds of replays of a real model's step, where each kernel starts while the one before it runs, against
+    launches that wait for each other; also one by one outside a graph."""
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = Model(Config.from_hf(sparrow.model_shape("Qwen3-0.6B")))

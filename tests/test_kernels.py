@@ -176,7 +176,7 @@ def test_add_norm_and_silu_mul(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("B, N, K", [(1, 96, 48), (5, 130, 896), (16, 64, 1536), (33, 70, 80)])
 def test_linear(B, N, K, dtype):
-    """Sizes that no tile divides, unequal splits, a bias that must count once; `add_norm` sums what `linear` leaves apart."""
+    """Sizes that no tile divides, unequal splits, a bias that counts once; `add_norm` sums what `linear` leaves apart."""
     g = torch.Generator().manual_seed(0)
     x, weight, bias, stream = (torch.randn(*shape, generator=g).to(DEVICE) for shape in ((B, K), (N, K), (N,), (B, N)))
     x, weight, bias = x.to(dtype), (weight / K**0.5).to(dtype), bias.to(dtype)
@@ -194,7 +194,8 @@ def test_linear(B, N, K, dtype):
 
 def test_every_kernel_of_a_step_takes_its_turn_first():
     """One that touched memory before, or did not wait, would let the kernels behind it overtake those before it."""
-    step = [k.fn for name, k in vars(sa).items() if name.endswith("_kernel") and "PDL" in inspect.signature(k.fn).parameters]
+    kernels = [k.fn for name, k in vars(sa).items() if name.endswith("_kernel")]
+    step = [fn for fn in kernels if "PDL" in inspect.signature(fn).parameters]
     assert len(step) == 9
     for kernel in step:
         before, _ = inspect.getsource(kernel).split("\n    _take_turn(PDL)\n")
