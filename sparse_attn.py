@@ -30,7 +30,7 @@ implementation for the device. Read the references first, then the names at the 
 
 A step is hundreds of short kernels, with gaps between them as long as some of them. From Hopper on a kernel may be
 launched while the one before it still runs (*programmatic dependent launch*). So every kernel of a decode step begins
-with `_take_turn`: it lets the next one come, then waits until the one before is complete and its writes are visible.
+with `_take_turn`: it waits until the one before is complete and its writes are visible, then lets the next one come.
 That one had itself waited before it could complete, hence all before it are complete too; one kernel that did not wait
 would break this for all behind it. Before its turn a kernel may ask for constants alone (`linear`: its weights). Other
 launches, cuBLAS's and PyTorch's, wait for the kernel before them as ever and may stand anywhere between.
@@ -270,11 +270,13 @@ def _sparse_chunk(q, k, v, means, running, budgets, t0, S, first, last):
 
 
 @jit
-def _take_turn(PDL: tl.constexpr):
-    """Let the next kernel be launched; wait until all before this one are complete. First of all in every kernel."""
+def _take_turn(PDL: tl.constexpr, LONG: tl.constexpr = False):
+    """Wait until all kernels before this one are complete, then let the next be launched: one ahead, no more. A LONG kernel
+    lets it come only as its own programs end, for those that wait would take multiprocessors from those that work."""
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        if not LONG:
+            tl.extra.cuda.gdc_launch_dependents()
 
 
 def _turns(x):
@@ -372,7 +374,7 @@ def _select_kernel(q, landmarks, table, lengths, budgets, scores, pages, counts,
     one that finishes last keeps the exact `count` best, in ascending order: so choosing overlaps with other rows' scoring.
     """
     g, c, b, G = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(0)
-    _take_turn(PDL)
+    _take_turn(PDL, True)
     length, d = tl.load(lengths + b), tl.arange(0, BD)
     n_pages = (length + S - 1) // S
     query = tl.zeros([BD], tl.float32)
@@ -425,7 +427,7 @@ def _attend_kernel(q, k_pages, v_pages, table, lengths, out, parts, stats, q_row
     """
     b, g, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     r, d, t = tl.arange(0, BR), tl.arange(0, BD), tl.arange(0, TILE)
-    _take_turn(PDL)
+    _take_turn(PDL, True)
     length = tl.load(lengths + b * length_row + g * length_head)
     per_split = tl.cdiv(tl.cdiv(length, TILE), SPLITS) * TILE
     table += b * table_row + g * table_head
