@@ -29,11 +29,12 @@ signature. The unsuffixed name is what the rest of the project calls; it asserts
 implementation for the device. Read the references first, then the names at the end, then the kernels.
 
 A step is hundreds of short kernels, with gaps between them as long as some of them. From Hopper on a kernel may be
-launched while the one before it still runs (*programmatic dependent launch*). So every kernel of a decode step begins
-with `_take_turn`: it waits until the one before is complete and its writes are visible, then lets the next one come.
-That one had itself waited before it could complete, hence all before it are complete too; one kernel that did not wait
-would break this for all behind it. Before its turn a kernel may ask for constants alone (`linear`: its weights). Other
-launches, cuBLAS's and PyTorch's, wait for the kernel before them as ever and may stand anywhere between.
+launched while the one before it still runs (*programmatic dependent launch*). So every short kernel of a decode step begins
+with `_take_turn`: it waits until the one before is complete and its writes are visible, then lets the next one come. That
+one had itself waited before it could complete, hence all before it are complete too; one kernel launched so that did not
+wait would break this for all behind it. Ordinary launches wait for the kernel before them as ever and may stand anywhere
+between: cuBLAS's, PyTorch's, and selection and attention, whose programs must find the multiprocessors empty to spread
+evenly over them.
 
 Shape legend: B rows, T tokens, H query heads, G KV heads, R = H/G query heads per KV head, D head dim, N pages in the
 pool, P pages of a row (the page table's width), S page size, K selected pages.
@@ -54,7 +55,7 @@ except ImportError:  # no Triton on this platform: everything runs on the refere
     triton, tl, jit = None, SimpleNamespace(constexpr=int), lambda f: f
 
 DENSE = 2**30  # a budget that covers every page: such a position attends densely
-FEW_ROWS = 64  # up to here `linear` has its own kernel: reading the weights is the work
+FEW_ROWS = 32  # up to here, as measured, `linear` has its own kernel: reading the weights is the work
 
 
 # ---- the cache: one token, or a whole prompt --------------------------------------------------------------------
@@ -270,13 +271,11 @@ def _sparse_chunk(q, k, v, means, running, budgets, t0, S, first, last):
 
 
 @jit
-def _take_turn(PDL: tl.constexpr, LONG: tl.constexpr = False):
-    """Wait until all kernels before this one are complete, then let the next be launched: one ahead, no more. A LONG kernel
-    lets it come only as its own programs end, for those that wait would take multiprocessors from those that work."""
+def _take_turn(PDL: tl.constexpr):
+    """Wait until all kernels before this one are complete, then let the next be launched: one ahead, no more."""
     if PDL:
         tl.extra.cuda.gdc_wait()
-        if not LONG:
-            tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 def _turns(x):
@@ -369,12 +368,11 @@ def _keep_best(score, count):
 @jit
 def _select_kernel(q, landmarks, table, lengths, budgets, scores, pages, counts, arrived, q_row, q_head, table_row, P, first,
                    last, POOL: tl.constexpr, R: tl.constexpr, S: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-                   BP: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
+                   BP: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr):
     """One program a (chunk of pages, KV head, row): score the chunk's pages by q . landmark. Of a row and head's programs the
     one that finishes last keeps the exact `count` best, in ascending order: so choosing overlaps with other rows' scoring.
     """
     g, c, b, G = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(0)
-    _take_turn(PDL, True)
     length, d = tl.load(lengths + b), tl.arange(0, BD)
     n_pages = (length + S - 1) // S
     query = tl.zeros([BD], tl.float32)
@@ -413,21 +411,20 @@ def select_pages_triton(q, landmarks, page_table, lengths, budgets, page_size=16
     _select_kernel[G, triton.cdiv(P, chunk), B](
         q, landmarks, page_table, lengths, budgets, scores, pages, counts, arrived, q.stride(0), q.stride(1),
         page_table.stride(0), P, first, last, pool, H // G, page_size, D, triton.next_power_of_2(D), triton.next_power_of_2(P),
-        chunk, tile, num_warps=4, **_turns(q))
+        chunk, tile, num_warps=4)
     return pages, counts
 
 
 @jit
 def _attend_kernel(q, k_pages, v_pages, table, lengths, out, parts, stats, q_row, q_head, table_row, table_head, length_row,
                    length_head, G, scale, R: tl.constexpr, BR: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
-                   BD: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
+                   BD: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr):
     """One program a (row, KV head, split of the tokens): online softmax over its tiles, for the group's R queries at once.
 
     A split with no tokens leaves weight 0. scale includes log2(e): powers of two are what the hardware has.
     """
     b, g, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     r, d, t = tl.arange(0, BR), tl.arange(0, BD), tl.arange(0, TILE)
-    _take_turn(PDL, True)
     length = tl.load(lengths + b * length_row + g * length_head)
     per_split = tl.cdiv(tl.cdiv(length, TILE), SPLITS) * TILE
     table += b * table_row + g * table_head
@@ -492,7 +489,7 @@ def paged_attention_triton(q, k_pages, v_pages, page_table, lengths, splits=None
         q, k_pages, v_pages, page_table, lengths, out, parts, stats, q.stride(0), q.stride(1), page_table.stride(0),
         page_table.stride(1) if per_head else 0, lengths.stride(0), lengths.stride(1) if per_head else 0, G,
         D**-0.5 * 1.4426950408889634, R, max(16, triton.next_power_of_2(R)), S, D, BD, splits, 64, stages,
-        num_warps=warps, **_turns(q))
+        PDL=False, num_warps=warps)
     if splits > 1:
         _merge_kernel[B * G, R](parts, stats, out, R, D, BD, splits, num_warps=1, **_turns(q))
     return out
@@ -500,20 +497,14 @@ def paged_attention_triton(q, k_pages, v_pages, page_table, lengths, splits=None
 
 @jit
 def _linear_kernel(x, weight, bias, out, B, BIAS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BB: tl.constexpr,
-                   BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
-                   PDL: tl.constexpr):
+                   BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
     """One program a (tile of BN outputs, split of the K inputs): weight x^T, as tensor cores want the long side first.
 
-    Past the end it reads the last output or row again, and stores nothing. The first AHEAD weights of each output are
-    called into the L2 cache before its turn.
+    Past the end it reads the last output or row again, and stores nothing.
     """
     n, split, b, k = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1), tl.arange(0, BB), tl.arange(0, BK)
     start, end = split * (K // BK) // SPLITS * BK, (split + 1) * (K // BK) // SPLITS * BK
     weight += tl.minimum(n, N - 1)[:, None] * K                                           # [BN,1]
-    if PDL and AHEAD > 0:
-        size = tl.minimum(end - start, AHEAD) * (weight.dtype.element_ty.primitive_bitwidth // 8)
-        tl.inline_asm_elementwise("cp.async.bulk.prefetch.L2.global [$1], $2; // $0", "=r,l,r", [weight + start, size],
-                                  tl.int32, is_pure=False, pack=1)
     _take_turn(PDL)
     inputs = x + tl.minimum(b, B - 1)[None, :] * K + k[:, None]                           # [BK,BB]
     acc = tl.zeros([BN, BB], tl.float32)
@@ -526,17 +517,17 @@ def _linear_kernel(x, weight, bias, out, B, BIAS: tl.constexpr, N: tl.constexpr,
 
 def linear_triton(x, weight, bias=None, partial=False, tiles=None):
     (B, K), N, BB = x.shape, len(weight), max(16, triton.next_power_of_2(len(x)))
-    BN, BK, splits, stages, warps, ahead = tiles or _linear_tiles(BB, weight, partial)
+    BN, BK, splits, stages, warps = tiles or _linear_tiles(BB, weight, partial)
     shape, dtype = ((splits, B, N), torch.float32) if partial else ((B, N), x.dtype)
     out = torch.empty(shape, dtype=dtype, device=x.device)
     _linear_kernel[triton.cdiv(N, BN), splits](
-        x, weight, x if bias is None else bias, out, B, bias is not None, N, K, BB, BN, BK, splits, stages, ahead,
+        x, weight, x if bias is None else bias, out, B, bias is not None, N, K, BB, BN, BK, splits, stages,
         num_warps=warps, **_turns(x))
     return out
 
 
 def _linear_tiles(BB, weight, partial):
-    """(BN, BK, splits, stages, warps, ahead): one program a multiprocessor with many loads in flight, or where there are
+    """(BN, BK, splits, stages, warps): one program a multiprocessor with many loads in flight, or where there are
     more tiles than that, two with fewer. BK divides K, so that no load needs a mask."""
     (N, K), size, sm, memory = weight.shape, weight.element_size(), 8, 2**17
     if weight.is_cuda:
@@ -546,7 +537,7 @@ def _linear_tiles(BB, weight, partial):
     tiles = triton.cdiv(N, BN)
     splits = max(1, min(4, sm // tiles, K // BK)) if partial else 1
     stages = min(5 if tiles * splits <= sm else 3, memory // ((BN + BB) * BK * size))
-    return BN, BK, splits, stages, 4, 512
+    return BN, BK, splits, stages, 4
 
 
 @jit
