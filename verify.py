@@ -5,23 +5,20 @@
     grade           a response and a Problem -> reward in [0, 1];  grade_all: many at once, in parallel
     pass_at_k       what k tries are worth
 
-Kinds:
-    chain       the task of the built-in model. A sheet of letters with values and of sums to work out, modulo 5, in
-                lines that refer back to each other; every step looks a value up far behind, so an actor that reads too
-                little of its cache makes mistakes, and more of them the further it gets.
-    countdown   reach a target from given numbers, each used at most once. The expression is parsed, never evaluated.
-    math        a final answer in \\boxed{}, after #### or after "Answer:", compared exactly (`grade_math`).
-    code        the last fenced block, run against tests in a sandbox (`run_tests`).
+Kinds: chain     results of a sheet of sums, modulo 5, in lines that refer back to each other: the task of the built-in
+                 model. Every step looks a value up far behind, so an actor that reads too little makes mistakes.
+       countdown an expression that reaches a target from given numbers, each used at most once
+       math      a final answer in \\boxed{}, after #### or after "Answer:", compared exactly (`grade_math`)
+       code      the last fenced block, run against tests in a sandbox (`run_tests`)
 
-A wrong grader trains a wrong model, so whatever is hostile or merely slow runs in a process that can be killed: math in
-a pool of workers, for a tower of powers must cost its own sample, not the run; code in a jail of its own, which never
-holds what would make it pass. No torch here: a grader must start fast and stay small.
+Whatever is hostile or merely slow runs in a process that can be killed: math in a pool of workers, for a tower of
+powers must cost its own sample, not the run; code in a jail, which never holds what would make it pass. No torch here:
+a grader must start fast and stay small.
 
     python verify.py --model DIR-or-NAME --data test.jsonl --n 16 --k 1 4 16      mean@16 and pass@k of a checkpoint
     python verify.py --grade responses.jsonl                                      grade what something else has written
 """
 import ast
-import atexit
 import builtins
 import ctypes
 import functools
@@ -29,6 +26,8 @@ import gc
 import glob
 import itertools
 import json
+import math
+import operator
 import os
 import random
 import re
@@ -36,17 +35,18 @@ import resource
 import select
 import shutil
 import signal
+import socket
 import string
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 import types
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from fractions import Fraction
-from math import prod
 from pathlib import Path
 
 # ---- problems ---------------------------------------------------------------------------------------------------
@@ -82,8 +82,8 @@ def chain(rng, leaves=20, lines=24, answers=4, far=False, give_up=0.0):
     ends, sheet, work, done_at = {}, [], [], {}
     for i, (name, which) in enumerate(zip(names[leaves:], of_chain)):
         a, b = rng.sample(names[:leaves], 2)
-        if which in ends and not far:
-            a = ends[which]
+        if not far:
+            a = ends.get(which, a)
         if rng.random() < 0.5:
             a, b = b, a
         value[name] = (value[a] + value[b]) % 5
@@ -101,17 +101,16 @@ def countdown(rng, count=3, largest=20):
     """Reach a target between 1 and 100 from `count` numbers in 1..largest; every target made has a solution."""
     if not (2 <= count <= 6 and largest >= 2):
         raise ValueError(f"countdown:{count},{largest}: need 2 to 6 numbers, the largest at least 2")
-    while True:
+    total = 0
+    while not 1 <= total <= 100:
         numbers = tuple(rng.randint(1, largest) for _ in range(count))
-        total, text, steps = Fraction(numbers[0]), str(numbers[0]), []
+        total, text, steps = numbers[0], str(numbers[0]), []
         for n in numbers[1:]:
             op = rng.choice("+-*")
             step = {"+": total + n, "-": total - n, "*": total * n}[op]
             text = f"({text}) {op} {n}" if op == "*" and " " in text else f"{text} {op} {n}"
             steps.append(f"{total} {op} {n} = {step}")
             total = step
-        if 1 <= total <= 100:
-            break
     given = ", ".join(map(str, rng.sample(numbers, count)))
     return Problem(f"Using the numbers {given}, each at most once, and the operations +, -, * and /, write an "
                    f"expression that equals {total}. Think step by step, then give the expression alone in "
@@ -158,38 +157,34 @@ def load_problems(spec, seed=0, count=4096):
 def _rows(spec):
     """(place, object) of every row of a JSONL file or a data set."""
     if spec.startswith("hub:"):
-        yield from _hub_rows(spec)
+        yield from ((f"{spec}, row {i}", row) for i, row in enumerate(_load_hub(spec)))
         return
-    path = Path(spec)
-    if not path.is_file():
-        raise ValueError(f"'{spec}' is neither a task ({', '.join(TASKS)}), nor a problem file, nor hub:NAME")
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read as UTF-8 text ({error})") from None
-    for number, line in enumerate(text.split("\n"), 1):  # splitlines would also split inside a JSON string
+        lines = Path(spec).read_bytes().split(b"\n")
+    except (OSError, ValueError) as error:
+        known = f"neither a task ({', '.join(TASKS)}), nor hub:NAME, nor a problem file"
+        raise ValueError(f"'{spec}' is {known}: {error}") from None
+    for number, line in enumerate(lines, 1):
         if line.strip():
-            where = f"{path}, line {number}"
+            where = f"{spec}, line {number}"
             try:
                 yield where, json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{where}: {error}") from None
 
 
-def _hub_rows(spec):
+def _load_hub(spec):
     name, _, split = spec.removeprefix("hub:").partition(":")
     name, _, config = name.partition(",")
     if not name:
         raise ValueError(f"{spec}: give hub:NAME[,CONFIG][:SPLIT], as in hub:openai/gsm8k,main:test")
     try:
         from datasets import load_dataset
-    except ImportError:
-        raise ValueError(f"{spec}: this needs the datasets package: pip install datasets") from None
-    try:
-        rows = load_dataset(name, config or None, split=split or "train")
+        return load_dataset(name, config or None, split=split or "train")
+    except ImportError as error:
+        raise ValueError(f"{spec}: this needs the datasets package: pip install datasets ({error})") from None
     except Exception as error:  # its own exceptions have no common base
         raise ValueError(f"{spec}: cannot be loaded ({type(error).__name__}: {error})") from None
-    yield from ((f"{spec}, row {i}", row) for i, row in enumerate(rows))
 
 
 def _read_problem(row, where):
@@ -208,10 +203,9 @@ def _read_problem(row, where):
         if kind == "code" and "```" not in prompt:
             prompt += "\n" + FENCED
         numbers = row.get("numbers") or ()
-        if not isinstance(numbers, (list, tuple)) or any(type(n) is not int for n in numbers):
-            raise ValueError("\"numbers\" is not a list of whole numbers")
-        if kind == "countdown" and not (numbers and re.fullmatch(r"-?\d{1,9}", answer)):
-            raise ValueError("a countdown needs a whole number as its answer, and \"numbers\"")
+        whole = isinstance(numbers, (list, tuple)) and all(type(n) is int for n in numbers)
+        if not whole or kind == "countdown" and not (numbers and re.fullmatch(r"-?\d{1,9}", answer)):
+            raise ValueError("\"numbers\" must be a list of whole numbers; a countdown needs it, and a whole answer")
         return Problem(prompt, answer, kind, tuple(numbers), str(row.get("trace", "")), tests)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
@@ -231,9 +225,8 @@ def _read_prompt(prompt):
     if not isinstance(prompt, (list, tuple)) or not all(
             isinstance(m, dict) and all(isinstance(m.get(key), str) for key in ("role", "content")) for m in prompt):
         raise ValueError("the prompt is neither text nor a list of messages {\"role\", \"content\"}")
-    if sum(m["role"] != "system" for m in prompt) == 1:
-        return "\n\n".join(m["content"] for m in prompt)
-    return "\n\n".join(f"{m['role']}: {m['content']}" for m in prompt)
+    alone = sum(m["role"] != "system" for m in prompt) == 1
+    return "\n\n".join(m["content"] if alone else f"{m['role']}: {m['content']}" for m in prompt)
 
 
 def _read_gold(answer):
@@ -246,10 +239,11 @@ def _read_gold(answer):
 
 
 def _read_tests(tests, entry_point):
-    if not tests or not isinstance(tests, (str, dict, list, tuple)):
+    tests = [tests] if isinstance(tests, (str, dict)) else tests
+    if not tests or not isinstance(tests, (list, tuple)):
         raise ValueError("code needs \"tests\", a list")
     checked = []
-    for i, test in enumerate([tests] if isinstance(tests, (str, dict)) else tests, 1):
+    for i, test in enumerate(tests, 1):
         if isinstance(test, str):
             test = {"assert": test + (f"\ncheck({entry_point})" if entry_point else "")}
         keys = {k for k, v in test.items() if v is not None} if isinstance(test, dict) else set()
@@ -289,15 +283,14 @@ def grade_all(responses, problems, timeout=10.0, partial=False, workers=None, pr
     The threads here only wait; what computes is the math workers and the jails.
     """
     from concurrent.futures import ThreadPoolExecutor
+
+    from tqdm import tqdm
     responses, problems = list(responses), list(problems)
     if len(responses) != len(problems):
         raise ValueError(f"{len(responses)} responses to {len(problems)} problems")
     with ThreadPoolExecutor(workers or min(os.cpu_count() or 1, 16)) as pool:
         rewards = pool.map(lambda pair: grade(*pair, timeout, partial), zip(responses, problems))
-        if progress:
-            from tqdm import tqdm
-            rewards = tqdm(rewards, total=len(problems), desc="grading", leave=False)
-        return list(rewards)
+        return list(tqdm(rewards, total=len(problems), desc="grading", leave=False, disable=not progress))
 
 
 def grade_chain(response, answer):
@@ -305,13 +298,12 @@ def grade_chain(response, answer):
     given = response.rpartition("#")[2].strip().removesuffix(".") if "#" in response else ""
     if len(given) != len(answer):
         return 0.0
-    pairs = [(given[i:i + 2], answer[i:i + 2]) for i in range(0, len(answer), 2)]
-    return sum(a == b for a, b in pairs) / len(pairs)
+    starts = range(0, len(answer), 2)
+    return sum(given[i:i + 2] == answer[i:i + 2] for i in starts) / len(starts)
 
 
 def grade_countdown(response, target, numbers):
-    """1 if the last box (or what follows "Answer:") is an expression over `numbers`, each used at most once, equal to
-    target."""
+    """1.0 if the final answer is an expression over `numbers`, each used at most once, that equals target; else 0.0."""
     text = extract_answer(response)
     if text is None or len(text) > 200:
         return 0.0
@@ -329,18 +321,16 @@ def grade_countdown(response, target, numbers):
     return float(value == Fraction(target) and not Counter(used) - Counter(numbers))
 
 
+OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+
+
 def _arithmetic(node, used):
     """Value of a parsed expression of whole numbers and + - * /; collects the numbers. Nothing is executed."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         used.append(node.value)
         return Fraction(node.value)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Sub, ast.Mult, ast.Div)):
-        a, b = _arithmetic(node.left, used), _arithmetic(node.right, used)
-        if isinstance(node.op, ast.Add):
-            return a + b
-        if isinstance(node.op, ast.Sub):
-            return a - b
-        return a * b if isinstance(node.op, ast.Mult) else a / b
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
+        return OPERATIONS[type(node.op)](_arithmetic(node.left, used), _arithmetic(node.right, used))
     raise ValueError("only whole numbers and + - * /")
 
 
@@ -356,16 +346,13 @@ def extract_answer(response):
             if depth == 0:
                 return response[start + 1:i].strip()
         return None
-    for marker in (r"####\s*(.*)", r"(?i:answer)\s*:\s*(.*)"):
-        if found := re.findall(marker, response):
-            line = found[-1].strip()
-            return _bare(line if len(line) <= 60 else line.split()[0])
     text = response.strip()
-    return _bare(text) if text and len(text) <= 100 and "\n" not in text else None
-
-
-def _bare(text):
-    return text.strip("*_` \t.").strip()
+    found = re.findall(r"####\s*(.*)", response) or re.findall(r"(?i:answer)\s*:\s*(.*)", response)
+    if found:
+        text = found[-1] if len(found[-1].strip()) <= 60 else found[-1].split()[0]
+    elif len(text) > 100 or "\n" in text:
+        return None
+    return text.lstrip("*_` \t").rstrip("*_` \t.\r") or None
 
 
 def extract_code(response):
@@ -375,10 +362,9 @@ def extract_code(response):
     """
     response = response.replace("\r\n", "\n")
     blocks = re.findall(r"^[ \t]*```([^\n`]*)\n(.*?)^[ \t]*```[ \t]*$", response, re.MULTILINE | re.DOTALL)
-    python = [code for name, code in blocks if name.strip().lower() in ("python", "python3", "py")]
-    if python or blocks:
-        from textwrap import dedent
-        return dedent(python[-1] if python else blocks[-1][1])
+    if blocks:
+        python = [block for block in blocks if block[0].strip().lower() in ("python", "python3", "py")]
+        return textwrap.dedent((python or blocks)[-1][1])
     try:
         return response if "```" not in response and ast.parse(response).body else None
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -386,6 +372,10 @@ def extract_code(response):
 
 
 # ---- math -------------------------------------------------------------------------------------------------------
+
+NUMBER = re.compile(r"[-+]?\d{1,1000}(\.\d{1,1000}|/0*[1-9]\d{0,999})?")
+MATH_SECONDS = 5.0
+_idle = []  # math workers between questions; append and pop are atomic. They end when we do, with their socket
 
 
 def grade_math(response, answer):
@@ -410,13 +400,9 @@ def grade_math(response, answer):
         return 1.0
     if not given or "$" in given or re.search(r"\d\s+\d", given):  # several answers at once
         return 0.0
-    if re.fullmatch(NUMBER, given) and re.fullmatch(NUMBER, gold):  # no need to ask a worker
+    if NUMBER.fullmatch(given) and NUMBER.fullmatch(gold):  # no need to ask a worker
         return float(Fraction(given) == Fraction(gold))
-    return float(_math.ask(json.dumps([gold, given]), MATH_SECONDS) == "1")
-
-
-NUMBER = r"[-+]?(\d{1,1000}(\.\d{0,1000})?|\.\d{1,1000})(/0*[1-9]\d{0,999})?"
-NUMBER = rf"{NUMBER}|[-+]?\d{{1,100}}(\.\d{{1,100}})?[eE][-+]?\d{{1,3}}"
+    return float(_ask_math(gold, given))
 
 
 def _plain(text):
@@ -428,12 +414,11 @@ def _plain(text):
     text = text.strip("$ \n").removesuffix(".")
     if re.fullmatch(r"[-+]?\d{1,3}(,\d{3})+(\.\d+)?", text):
         text = text.replace(",", "")
-    match = re.fullmatch(r"(-?)(\d{1,9})\s*(?:\s(\d{1,9})/(\d{1,9})|\\frac\{(\d{1,9})\}\{(\d{1,9})\})", text)
-    if not match:
-        return text
-    sign, whole = match[1], int(match[2])
-    top, bottom = (int(match[i] or match[i + 2]) for i in (3, 4))
-    return f"{sign}{whole * bottom + top}/{bottom}"
+    fraction = re.sub(r"(?<=\d)\s*\\frac\{(\d{1,9})\}\{(\d{1,9})\}$", r" \1/\2", text)
+    if mixed := re.fullmatch(r"(-?)(\d{1,9})\s+(\d{1,9})/(\d{1,9})", fraction):
+        whole, top, bottom = map(int, mixed.groups()[1:])
+        return f"{mixed[1]}{whole * bottom + top}/{bottom}"
+    return text
 
 
 def equal(gold, given):
@@ -444,17 +429,15 @@ def equal(gold, given):
         return False
     if gold == given:
         return True
-    percents = [bool(re.fullmatch(r".*\d\s*\\?%", x)) for x in (gold, given)]
-    if any(percents):
-        gold, given = (x.rstrip("%").rstrip("\\ ") for x in (gold, given))
-        if percents[0] != percents[1]:
-            sign, bare = (gold, given) if percents[0] else (given, gold)
-            return equal(sign, bare) or equal(f"\\frac{{{sign}}}{{100}}", bare)
+    if {unit, unit2} == {"%", ""}:
+        percent, bare = (gold, given) if unit else (given, gold)
+        if equal(f"\\frac{{{percent}}}{{100}}", bare):
+            return True
     (shape, items), (shape2, items2) = _parts(gold), _parts(given)
     if shape != shape2 or len(items) != len(items2):
         return False
     if shape == "value":
-        return _equal_values(gold, given)
+        return _equal_values(*items, *items2)
     if shape != "any order":
         return all(map(equal, items, items2))
     for item in items:
@@ -470,7 +453,7 @@ UNITS = ("mm|cm|dm|km|in|ft|feet|foot|inch(?:es)?|yards?|miles?|met(?:er|re)s?|k
 UNIT = re.compile(r"(.*[\d)}\]])\s*"
                   r"(?:\\(?:text|mathrm|textrm|mbox)\{\s*([A-Za-z /.^-]*)\}"
                   rf"|((?:square |cubic |sq )?\b(?:{UNITS})(?:(?:/| per )(?:{UNITS}|s|h|m))?)"
-                  r"|\^\{?(\\circ)\}?|(\u00b0)|_\{?(\d+)\}?)(\^\{?-?\d\}?)?")
+                  r"|\^\{?(\\circ)\}?|(\u00b0)|\\?(%)|_\{?(\d+)\}?)(\^\{?-?\d\}?)?")
 
 
 def _split_unit(text):
@@ -478,10 +461,8 @@ def _split_unit(text):
     match = UNIT.fullmatch(text.replace("\\circ C", "\\circ").replace("\\circ F", "\\circ"))
     if not match or re.search(r"\b(or|and)\b", match[2] or ""):  # 5 or 6 is not 5 of a unit
         return text, ""
-    unit = "".join(x for x in match.groups()[1:] if x).lower().translate({ord(c): None for c in " {}^."})
-    unit = {"\\circ": "degree", "\u00b0": "degree", "inches": "inch"}.get(unit, unit)
-    if unit == "percent":
-        return match[1] + "%", ""
+    unit = re.sub(r"[ {}^.]", "", "".join(filter(None, match.groups()[1:])).lower())
+    unit = {"\\circ": "degree", "\u00b0": "degree", "inches": "inch", "percent": "%"}.get(unit, unit)
     return match[1].strip(), unit.removesuffix("s") if len(unit) > 2 else unit
 
 
@@ -489,7 +470,7 @@ def _parts(text):
     """How an answer is built: (shape, items). A shape is "value" (one item), "any order" or ordering brackets."""
     text = re.sub(r"^[a-zA-Z]\s*\\in(?![a-z])", "", text).strip()
     if match := re.fullmatch(r"\\begin\{([pb]?matrix|array)\}(?:\{[^}]*\})?(.*)\\end\{\1\}", text, re.DOTALL):
-        rows = [row.split("&") for row in re.split(r"\\\\", match[2].strip().removesuffix("\\\\"))]
+        rows = [row.split("&") for row in match[2].strip().removesuffix("\\\\").split("\\\\")]
         return f"matrix {[len(row) for row in rows]}", [x.strip() for row in rows for x in row]
     if text.count("\\pm") == 1 and "," not in text:
         return "any order", [text.replace("\\pm", "+"), text.replace("\\pm", "-")]
@@ -506,21 +487,19 @@ def _parts(text):
 
 def _split(text, separator):
     """At the separators outside all brackets; [text] also when a bracket closes that was never open."""
-    items, depth, start, i = [], 0, 0, 0
-    while i < len(text):
-        depth += (text[i] in "([{") - (text[i] in ")]}")
+    items, depth = [""], 0
+    for token in re.findall(rf"{re.escape(separator)}|.", text, re.DOTALL):
+        depth += (token in "([{") - (token in ")]}")
         if depth < 0:
             return [text]
-        if depth == 0 and text.startswith(separator, i):
-            items.append(text[start:i].strip())
-            i = start = i + len(separator)
+        if token == separator and depth == 0:
+            items.append("")
         else:
-            i += 1
-    return items + [text[start:].strip()]
+            items[-1] += token
+    return [item.strip() for item in items]
 
 
 def _equal_values(gold, given):
-    gold, given = (_parts(x)[1][0] for x in (gold, given))
     gold, given = (re.sub(r"\\(?:text|mathrm|textbf|mbox)\{([^{}]*)\}", r"\1", x).strip() for x in (gold, given))
     gold, given = (re.sub(r"^\(([A-Za-z])\)$", r"\1", x) for x in (gold, given))
     if gold.lower() == given.lower() and (gold == given or _words(gold)):
@@ -542,13 +521,12 @@ def _parse(text):
     """math-verify's reading of a value, decimals as fractions; None if it has none."""
     from math_verify import parse
 
-    def repeating(match):  # 0.1\overline{6}
-        whole, head, cycle = match[1] or "0", match[2], match[3]
-        value = Fraction(int(whole + head + cycle) - int(whole + head), 10**len(head) * (10**len(cycle) - 1))
-        return f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
+    def fraction(match):  # 0.5 or 0.1\overline{6}
+        head, digits, cycle = match[1] or "0", match[2], match[3] or ""
+        top = int(head + digits + cycle) - (int(head + digits) if cycle else 0)
+        return f"\\frac{{{top}}}{{{10**len(digits) * (10**len(cycle) - 1 if cycle else 1)}}}"
     text = re.sub(r"(?<=\d)[eE]([-+]?\d{1,3})\b", r"\\times10^{\1}", text)
-    text = re.sub(r"(\d*)\.(\d*)\\overline\{(\d+)\}", repeating, text)
-    text = re.sub(r"(?<![\d.])(\d*)\.(\d+)", lambda m: f"\\frac{{{int(m[1] + m[2])}}}{{{10**len(m[2])}}}", text)
+    text = re.sub(r"(?<![\d.])(\d*)\.(?=\d|\\over)(\d*)(?:\\overline\{(\d+)\})?", fraction, text)
     found = parse(f"${text}$", parsing_timeout=None)
     return found[0] if found and not isinstance(found[0], str) else None
 
@@ -570,84 +548,60 @@ def _same(a, b):
 # ---- processes that can be killed -------------------------------------------------------------------------------
 
 LINE = 1 << 25     # bytes of one answer, at most
-MATH_SECONDS = 5.0
 
 
 class _Process:
-    """A child that answers a line with a line, in time or not at all."""
-    def __init__(self, command, folder=None, env=None):
-        self.child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                                      bufsize=0, cwd=folder, env=env, start_new_session=True)
-        os.set_blocking(self.child.stdin.fileno(), False)
+    """A child that answers a line with a line, in time or not at all; the first answer, to nothing, is "ready"."""
+    def __init__(self, command, **how):
+        self.socket, theirs = socket.socketpair()
+        with theirs:
+            self.child = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=subprocess.DEVNULL,
+                                          start_new_session=True, **how)
+        if self.ask("", 60) != "ready":
+            self.stop()
+            raise RuntimeError(f"did not start: {' '.join(command)} (a math worker needs: pip install math-verify)")
 
     def ask(self, line, seconds):
         """Send a line, wait for one -> str; None if it is late or too long, or the child has ended."""
-        out, got, end = memoryview(line.encode() + b"\n"), bytearray(), time.monotonic() + seconds
-        poll = select.poll()
-        poll.register(self.child.stdin, select.POLLOUT)
-        poll.register(self.child.stdout, select.POLLIN)
-        while (left := end - time.monotonic()) > 0 and len(got) < LINE:
-            for fd, _ in poll.poll(left * 1000):
-                if fd == self.child.stdout.fileno():
-                    chunk = os.read(fd, 1 << 20)
-                    got += chunk
-                    if not chunk or b"\n" in chunk:
-                        return got.partition(b"\n")[0].decode(errors="replace") if chunk else None
-                else:
-                    try:
-                        out = out[os.write(fd, out[:1 << 16]):]
-                    except BrokenPipeError:
-                        return None
-                    if not out:
-                        poll.unregister(fd)
-        return None
+        end, got = time.monotonic() + seconds, bytearray()
+        try:
+            self.socket.settimeout(max(seconds, 0))
+            self.socket.sendall(line.encode() + b"\n")
+            while not got.endswith(b"\n"):
+                self.socket.settimeout(max(end - time.monotonic(), 0))
+                chunk = self.socket.recv(1 << 20)
+                got += chunk
+                if not chunk or len(got) > LINE:
+                    return None
+        except OSError:  # late, or it has ended
+            return None
+        return got.partition(b"\n")[0].decode(errors="replace")
 
     def stop(self):
         """End it and its group."""
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self.child.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.child.wait()
-        self.child.stdin.close()
-        self.child.stdout.close()
+        self.socket.close()
 
 
-class _MathPool:
-    """Math workers, started when needed and kept; each is asked by one thread at a time, and replaced when it hangs.
+def _ask_math(gold, given):
+    """`equal`, by a worker: started when needed, kept, asked by one thread at a time, replaced when it hangs.
 
     sympy can be made to compute for years or to fill the memory by a short string, and its own time limit needs a main
     thread. A process of ours with a limit on memory, and a wait with a limit on time, needs neither.
     """
-    def __init__(self):
-        self.idle = []  # append and pop are atomic
-
-    def ask(self, line, seconds):
-        for _ in range(2):  # one found dead is replaced once; a question that kills two workers has its answer
-            worker = self.idle.pop() if self.idle else self._start()
-            if (answer := worker.ask(line, seconds)) is not None:
-                self.idle.append(worker)
-                return answer
-            dead = worker.child.poll() is not None
-            worker.stop()
-            if not dead:
-                break
-        return None
-
-    def _start(self):
-        worker = _Process([sys.executable, __file__, "--math-worker"])
-        if worker.ask("", 60) != "ready":  # importing sympy is not the answer's time
-            worker.stop()
-            raise RuntimeError("the math worker did not start: is math-verify installed? (pip install math-verify)")
-        return worker
-
-    def stop(self):
-        while self.idle:
-            self.idle.pop().stop()
-
-
-_math = _MathPool()
-atexit.register(_math.stop)
+    end = time.monotonic() + MATH_SECONDS
+    while (left := end - time.monotonic()) > 0:  # one that somebody has ended is replaced
+        try:
+            worker = _idle.pop()
+        except IndexError:
+            worker = _Process([sys.executable, __file__, "--math-worker"])
+        if answer := worker.ask(json.dumps([gold, given]), left):
+            _idle.append(worker)
+            return answer == "1"
+        worker.stop()
+    return False
 
 
 def _serve_math():
@@ -683,43 +637,53 @@ def run_tests(code, tests, timeout=10.0, partial=False):
     {"assert"}: test code that must run through. timeout: seconds for all tests together, starting the sandbox aside.
 
     The process that runs the program never holds what makes a pass. It is given input or arguments, and says what came
-    out; *we* compare. Test code runs in a jail of its own: functions that it uses but does not define are called in the
-    program's process, arguments and results going over as plain data. So exit codes, hooks, patched builtins, __eq__
-    and looks into memory or stack frames meet nothing. Verdicts bear a token drawn for the run, on the test jail's
-    pipe. Linux only.
+    out. Outputs are compared here; test code runs in a jail of its own, where functions that it uses but does not
+    define are calls to the program's process, plain data going over. So exit codes, hooks, patched builtins, __eq__ and
+    looks into memory or stack frames meet nothing. Verdicts bear a token drawn for the run. Linux only.
 
-    Held off, where the kernel allows namespaces: the network, other processes, every file but Python's and the
-    system's own (read-only), more than 64 MB of temporary space. Where it does not, bubblewrap and firejail are tried.
-    Everywhere: limits on time, memory, file size, output and processes; no stdin, a clean environment, no privileges
-    (root becomes a user of its own); and the whole group is killed at the end, and what left it.
+    Held off, where the kernel allows namespaces: the network, other processes, every file but Python's and the system's
+    own (read-only), more than 64 MB of temporary space; else what bubblewrap or firejail, if installed, hold off.
+    Everywhere: limits on time, memory, file size, output and processes; no stdin, a clean environment, no privileges (root
+    becomes a user of its own); and the whole group is killed at the end, and what left it.
 
     Not held off: a fault in the kernel; load (memory is limited by the process, not by the jail); test code that leaves
-    its judgement to a helper it does not define. Without any fence also: files that the user may read (the tests' too),
-    the network, attacks on other processes of the user, and descendants that leave the group and wipe their
+    its judgement to a helper it does not define. Without namespaces also: files that the user may read (the tests'
+    too), the network, attacks on other processes of the user, and descendants that leave the group and wipe their
     environment: run there only what you would run yourself. Not supported in test code: objects of the program's
     classes, functions as arguments, arguments changed in place.
     """
-    programs, others, passed = [t for t in tests if "stdout" in t], [t for t in tests if "stdout" not in t], 0
-    if programs:
-        passed, timeout = _run_programs(code, programs, timeout, partial)
-    if others and timeout > 0 and (partial or passed == len(programs)):
-        passed += _run_asserts(code, others, timeout, partial)
+    passed = 0
+    with closing(_verdicts(code, tests, timeout)) as verdicts:
+        for right in itertools.islice(verdicts, len(tests)):
+            passed += right
+            if not (right or partial):
+                break
     return passed / max(len(tests), 1) if partial else float(0 < len(tests) == passed)
 
 
-def _run_programs(code, tests, timeout, partial):
-    """One run of the program per test -> (tests passed, seconds left)."""
-    passed = 0
-    with _jail(timeout) as jail:
+def _verdicts(code, tests, timeout):
+    """Whether the program passes, test by test, those on its output first; it ends early when time has run out."""
+    programs, others = ([test for test in tests if ("stdout" in test) == side] for side in (True, False))
+    with ExitStack() as jails:
+        program, tester = (jails.enter_context(_jail(timeout)) if some else None for some in (tests, others))
         end = time.monotonic() + timeout
-        for test in tests:
-            line = jail.ask(json.dumps({"code": code, "stdin": test["stdin"]}), end - time.monotonic())
+        for test in programs:
+            line = program.ask(json.dumps({"code": code, "stdin": test["stdin"]}), end - time.monotonic())
+            if line is None:
+                return
             reply = _fields(line)
-            right = reply.get("ok") is True and _lines(reply.get("stdout")) == _lines(test["stdout"])
-            passed += right
-            if line is None or not (right or partial):
-                break
-        return passed, end - time.monotonic()
+            yield reply.get("ok") is True and _lines(reply.get("stdout")) == _lines(test["stdout"])
+        if not others or program.ask(json.dumps({"code": code}), end - time.monotonic()) is None:
+            return
+        token = os.urandom(16).hex()
+        line = json.dumps({"token": token, "tests": others})
+        while line is not None and (line := tester.ask(line, end - time.monotonic())) is not None:
+            message = _fields(line)
+            if message.get("token") == token:
+                yield message.get("passed") is True
+                line = "{}"
+            else:
+                line = program.ask(line, end - time.monotonic())
 
 
 def _fields(line):
@@ -735,36 +699,15 @@ def _lines(text):
     return [line.rstrip() for line in str(text).rstrip().split("\n")]
 
 
-def _run_asserts(code, tests, timeout, partial):
-    """The program in one jail, the test code in another; we carry the messages -> tests passed."""
-    token, judged, passed = os.urandom(16).hex(), 0, 0
-    with _jail(timeout) as program, _jail(timeout) as tester:
-        end = time.monotonic() + timeout
-        if program.ask(json.dumps({"code": code}), timeout) is None:
-            return 0
-        line = json.dumps({"token": token, "tests": tests})
-        while judged < len(tests) and (line := tester.ask(line, end - time.monotonic())) is not None:
-            message = _fields(line)
-            if message.get("token") == token:
-                judged, passed, line = judged + 1, passed + (message["passed"] is True), "{}"
-                if passed < judged and not partial:
-                    break
-            elif (line := program.ask(line, end - time.monotonic())) is None:
-                break
-    return passed
-
-
 @contextmanager
 def _jail(seconds, fence=None):
     """A process locked in, that waits for a line."""
     fence, jail, folder = fence or _fence(), None, tempfile.mkdtemp(prefix="verify-")
     env = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1",
            "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": os.path.dirname(os.path.abspath(__file__)), "JAIL": folder}
+    command = [sys.executable, "-sBm", "verify", "--jail", fence, str(int(seconds) + 2)]
     try:
-        jail = _Process([*_through(fence, folder), sys.executable, "-sBm", "verify", "--jail"], folder, env)
-        setup = dict(seconds=int(seconds) + 2, fence=fence, folder=folder, number=jail.child.pid)
-        if jail.ask(json.dumps(setup), 30) != "locked":
-            raise RuntimeError(f"the sandbox ({fence}) did not start")
+        jail = _Process([*_through(fence, folder), *command], cwd=folder, env=env)
         yield jail
     finally:
         if jail:
@@ -774,52 +717,17 @@ def _jail(seconds, fence=None):
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _kill_marked(mark, seconds=1.0):
-    """End what has left its group: it still has its jail's environment."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        found = 0
-        for path in glob.glob("/proc/[0-9]*/environ"):
-            try:
-                if mark in Path(path).read_bytes():
-                    os.kill(int(path.split("/")[2]), signal.SIGKILL)
-                    found += 1
-            except OSError:  # ended, or not ours
-                pass
-        if not found:
-            break
-
-
-@functools.cache
-def _fence():
-    """The strongest fence that works on this machine."""
-    for fence in ("unshare", "bwrap", "firejail", "plain"):
-        try:
-            with _jail(10, fence) as jail:
-                reply = jail.ask('{"code": "import colorsys; print(6 * 7)", "stdin": ""}', 10)
-        except (OSError, RuntimeError):
-            continue
-        if _fields(reply).get("stdout") == "42\n":
-            if fence == "plain":
-                print("verify.py: neither namespaces nor bubblewrap nor firejail work here, so generated code can "
-                      "reach files and the network (see verify.run_tests)", file=sys.stderr)
-            return fence
-    raise RuntimeError(f"no sandbox for generated code works here. If you are root, other users must be able to run "
-                       f"{sys.executable}: run as an ordinary user, or install bubblewrap")
-
-
 def _through(fence, folder):
     """The command that a jail is started by."""
-    tool = shutil.which(fence) or fence
-    if fence == "unshare":  # root needs no user namespace, and without one can become a user of its own
+    if fence == "namespaces":  # root needs no user namespace, and without one can become a user of its own
         user = ["--user", "--map-root-user"] if os.getuid() else []
-        return [tool, *user, "--mount", "--net", "--ipc", "--uts", "--pid", "--fork", "--kill-child"]
+        return ["unshare", *user, "--mount", "--net", "--ipc", "--uts", "--pid", "--fork", "--kill-child"]
     if fence == "bwrap":
         binds = [x for path in (*_readable(), os.path.abspath(__file__)) for x in ("--ro-bind", path, path)]
-        return [tool, "--unshare-all", "--die-with-parent", "--cap-drop", "ALL", "--proc", "/proc", "--dev", "/dev",
+        return ["bwrap", "--unshare-all", "--die-with-parent", "--cap-drop", "ALL", "--proc", "/proc", "--dev", "/dev",
                 "--tmpfs", "/tmp", *binds, "--bind", folder, folder, "--chdir", folder]
     if fence == "firejail":
-        return [tool, "--quiet", "--noprofile", "--net=none", "--caps.drop=all", "--nonewprivs", "--read-only=/",
+        return ["firejail", "--quiet", "--noprofile", "--net=none", "--caps.drop=all", "--nonewprivs", "--read-only=/",
                 f"--read-write={folder}"]
     return []
 
@@ -830,36 +738,117 @@ def _readable():
     return [path for path in dict.fromkeys(paths + [*map(os.path.realpath, paths)]) if os.path.exists(path)]
 
 
+def _kill_marked(mark, seconds=1.0):
+    """End what has left its group: it still has its jail's environment."""
+    found, end = True, time.monotonic() + seconds
+    while found and time.monotonic() < end:
+        found = False
+        for path in glob.glob("/proc/[0-9]*/environ"):
+            with suppress(OSError):  # ended, or not ours
+                if mark in Path(path).read_bytes():
+                    os.kill(int(path.split("/")[2]), signal.SIGKILL)
+                    found = True
+
+
+@functools.cache
+def _fence():
+    """The strongest fence that works on this machine."""
+    for fence in ("namespaces", "bwrap", "firejail", "plain"):
+        try:
+            with _jail(10, fence) as jail:
+                reply = jail.ask('{"code": "import colorsys; print(6 * 7)", "stdin": ""}', 10)
+        except (OSError, RuntimeError):
+            continue
+        if _fields(reply).get("stdout") == "42\n":
+            if fence == "plain":
+                print("verify.py: neither namespaces nor bubblewrap nor firejail work here, so generated code can reach "
+                      "files and the network (see verify.run_tests)", file=sys.stderr)
+            return fence
+    raise RuntimeError(f"no sandbox for generated code works here. If you are root, other users must be able to run "
+                       f"{sys.executable}: run as an ordinary user, or install bubblewrap")
+
+
 # ---- code: the jail's side ----------------------------------------------------------------------------------------
 
 
-def _serve_jail():
-    """python -m verify --jail. Lock ourselves in; then a line with "stdin" runs the program on that, a line without
-    becomes the program, or the test code, that goes on talking. In their processes this returns, and Python ends."""
+def _serve_jail(fence, seconds):
+    """Lock ourselves in; then a line with "stdin" runs the program on that, a line without becomes the program, or the
+    test code, that goes on talking. In their processes this returns, and Python ends."""
     del sys.path[:2]  # the current folder and ours
-    setup = json.loads(sys.stdin.buffer.readline())
-    _lock_in(**setup)
-    print("locked", flush=True)
+    sys.stdin.buffer.readline()
+    _lock_in(fence, seconds, os.environ["JAIL"])
+    print("ready", flush=True)
     gc.freeze()  # a child that ends need not look through what it got from us: half of its time
     while line := sys.stdin.buffer.readline():
         request = json.loads(line)
-        files = [os.memfd_create(name) for name in ("in", "out")]
-        os.write(files[0], request.get("stdin", "").encode())
-        os.lseek(files[0], 0, os.SEEK_SET)
-        if not (child := os.fork()):
-            return _become(request, *files)
-        ok = _wait(child, setup["seconds"]) == 0
-        if os.getpid() == 1:  # of a process namespace: nothing of one test runs on into the next
-            try:
-                os.kill(-1, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-        if "stdin" not in request:
-            break
-        print(json.dumps({"ok": ok, "stdout": os.pread(files[1], OUTPUT, 0).decode(errors="replace")}), flush=True)
-        for fd in files:
-            os.close(fd)
+        with open(os.memfd_create("in"), "w+b") as stdin, open(os.memfd_create("out"), "rb") as stdout:
+            stdin.write(request.get("stdin", "").encode())
+            stdin.seek(0)
+            if not (child := os.fork()):
+                return _become(request, stdin, stdout)
+            ok = _wait(child, seconds) == 0
+            if os.getpid() == 1:  # of a process namespace: nothing of one test runs on into the next
+                with suppress(ProcessLookupError):
+                    os.kill(-1, signal.SIGKILL)
+            if "stdin" not in request:
+                break
+            stdout.seek(0)
+            print(json.dumps({"ok": ok, "stdout": stdout.read(OUTPUT).decode(errors="replace")}), flush=True)
     os._exit(0)
+
+
+def _lock_in(fence, seconds, folder):
+    """Give up files, rights and resources, for this process and all that come from it."""
+    Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, this goes first
+    others = len(glob.glob("/proc/[0-9]*/task/*")) if os.getuid() else 0  # the limit counts the user's other threads
+    if fence == "namespaces":
+        _new_root(folder)
+        folder = "/tmp"
+    os.chmod(folder, 0o1777)
+    os.chdir(folder)
+    for name, limit in (("CPU", seconds), ("AS", MEMORY), ("CORE", 0), ("NOFILE", 128), ("NPROC", others + PROCESSES)):
+        resource.setrlimit(getattr(resource, "RLIMIT_" + name), (limit, limit))
+    if os.getuid() == 0:  # the limit on processes does not hold for root. A user of its own, so that no others count
+        for uid in (random.randrange(2**30, 2**31), 65534):
+            with suppress(OSError):  # a container may not have so many; in a user namespace of ours nobody else counts
+                os.setgroups([])
+                os.setresgid(uid, uid, uid)
+                os.setresuid(uid, uid, uid)
+                break
+    _libc("capset", (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())  # no capabilities
+    _libc("prctl", 38, 1, 0, 0, 0)     # PR_SET_NO_NEW_PRIVS
+    _libc("prctl", 4, 0)               # PR_SET_DUMPABLE: a program of the same user cannot look into us
+
+
+def _new_root(folder):
+    """An empty file system with Python and the system's libraries in it, read-only, and a /tmp."""
+    def mount(source, target, kind, flags, data=None):
+        _libc("mount", source.encode(), target.encode(), kind, flags, data)
+    os.umask(0o022)
+    mount("tmpfs", folder, b"tmpfs", 6, b"size=64m,mode=755")           # MS_NOSUID | MS_NODEV
+    for path in (*_readable(), *(f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom"))):
+        target = folder + path
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        if os.path.islink(path):
+            os.symlink(os.readlink(path), target)
+        elif not os.path.exists(target):
+            os.mkdir(target) if os.path.isdir(path) else Path(target).touch()
+            mount(path, target, None, 0x5000)                           # MS_BIND | MS_REC
+            if not path.startswith("/dev"):                             # mount_setattr: all of it read-only, no setuid
+                _libc("syscall", 442, -100, target.encode(), 0x8000, (ctypes.c_uint64 * 4)(3), 32)
+    for name, path in (("fd", ""), ("stdin", "/0"), ("stdout", "/1")):
+        os.symlink("/proc/self/fd" + path, f"{folder}/dev/{name}")
+    for name in ("proc", "tmp"):
+        os.makedirs(f"{folder}/{name}", exist_ok=True)
+    with suppress(OSError):  # not allowed in some containers, and seldom needed
+        mount("proc", folder + "/proc", b"proc", 14)                    # MS_NOSUID | MS_NODEV | MS_NOEXEC
+    os.chroot(folder)
+
+
+def _libc(name, *args):
+    libc = ctypes.CDLL(None, use_errno=True)
+    if getattr(libc, name)(*(ctypes.c_ulong(x) if isinstance(x, int) else x for x in args)) < 0:
+        raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
 
 
 def _wait(child, seconds):
@@ -876,91 +865,28 @@ def _wait(child, seconds):
 
 def _become(request, stdin, stdout):
     """Run what is not ours, with input and output of its own."""
-    channel = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    channel = os.fdopen(os.dup(0), "r"), os.fdopen(os.dup(1), "w")
+
+    def talk(message):
+        channel[1].write(json.dumps(message) + "\n")
+        channel[1].flush()
+        return json.loads(channel[0].readline(), object_hook=_unpack)
     resource.setrlimit(resource.RLIMIT_FSIZE, (OUTPUT, OUTPUT))
-    for i, fd in enumerate((stdin, stdout, os.open("/dev/null", os.O_WRONLY))):
-        os.dup2(fd, i)
+    for i, file in enumerate((stdin, stdout, open("/dev/null", "wb"))):
+        os.dup2(file.fileno(), i)
+        file.close()
     sys.stdin, sys.stdout, sys.stderr = (open(i, mode, closefd=False) for i, mode in enumerate("rww"))
     if "tests" in request:
-        return _serve_tests(request, lambda message: _talk(channel, message))
+        return _serve_tests(request["tests"], request["token"], talk)
     _libc("prctl", 4, 1)  # PR_SET_DUMPABLE: /dev/stdin can be opened
-    if "stdin" not in request:
-        return _serve_calls(_run(request["code"], "solution"), lambda message: _talk(channel, message))
-    os.closerange(3, 128)
-    _run(request["code"], "__main__")
-
-
-def _talk(channel, message):
-    channel[1].write(json.dumps(message).encode() + b"\n")
-    channel[1].flush()
-    return json.loads(channel[0].readline())
-
-
-def _run(code, name):
-    """Run a program's text as the module `name` -> its names."""
+    name = "solution"
+    if "stdin" in request:
+        name = "__main__"
+        os.closerange(3, 128)
     module = sys.modules[name] = types.ModuleType(name)
-    exec(compile(code, "solution.py", "exec"), module.__dict__)
-    return module.__dict__
-
-
-def _libc(name, *args):
-    libc = ctypes.CDLL(None, use_errno=True)
-    if getattr(libc, name)(*(ctypes.c_ulong(x) if isinstance(x, int) else x for x in args)) < 0:
-        raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
-
-
-def _lock_in(seconds, fence, folder, number):
-    """Give up files, rights and resources, for this process and all that come from it."""
-    Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, this goes first
-    others = len(glob.glob("/proc/[0-9]*/task/*")) if os.getuid() else 0  # the limit counts the user's other threads
-    if fence == "unshare":
-        _new_root(folder)
-    os.chmod(folder if fence != "unshare" else "/tmp", 0o1777)
-    os.chdir(folder if fence != "unshare" else "/tmp")
-    for name, limit in (("CPU", seconds), ("AS", MEMORY), ("CORE", 0), ("NOFILE", 128), ("NPROC", others + PROCESSES)):
-        resource.setrlimit(getattr(resource, "RLIMIT_" + name), (limit, limit))
-    if os.getuid() == 0:  # the limit on processes does not hold for root. A user of its own, so that no others count
-        for uid in (2**30 + number, 65534):
-            try:
-                os.setgroups([])
-                os.setresgid(uid, uid, uid)
-                os.setresuid(uid, uid, uid)
-                break
-            except OSError:  # a container may not have so many; in a user namespace of ours nobody else counts
-                pass
-    _libc("capset", (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())  # no capabilities
-    _libc("prctl", 38, 1, 0, 0, 0)     # PR_SET_NO_NEW_PRIVS
-    _libc("prctl", 4, 0)               # PR_SET_DUMPABLE: a program of the same user cannot look into us
-
-
-def _new_root(folder):
-    """An empty file system with Python and the system's libraries in it, read-only, and a /tmp."""
-    def mount(source, target, kind, flags, data=None):
-        _libc("mount", source.encode(), target.encode(), kind, flags, data)
-    os.umask(0o022)
-    mount("tmpfs", folder, b"tmpfs", 6, b"size=64m,mode=755")           # MS_NOSUID | MS_NODEV
-    for path in [*_readable(), *(f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom"))]:
-        target = folder + path
-        os.makedirs(os.path.dirname(target), exist_ok=True)
-        if os.path.islink(path):
-            os.symlink(os.readlink(path), target)
-        elif not os.path.exists(target):
-            os.mkdir(target) if os.path.isdir(path) else Path(target).touch()
-            mount(path, target, None, 0x5000)                           # MS_BIND | MS_REC
-            if not path.startswith("/dev"):                             # mount_setattr: all of it read-only, no setuid
-                _libc("syscall", 442, -100, target.encode(), 0x8000, (ctypes.c_uint64 * 4)(3), 32)
-    for name, path in (("fd", ""), ("stdin", "/0"), ("stdout", "/1")):
-        os.symlink("/proc/self/fd" + path, f"{folder}/dev/{name}")
-    for name in ("proc", "tmp"):
-        os.makedirs(f"{folder}/{name}", exist_ok=True)
-    try:
-        mount("proc", folder + "/proc", b"proc", 14)                    # MS_NOSUID | MS_NODEV | MS_NOEXEC
-    except OSError:  # not allowed in some containers, and seldom needed
-        pass
-    os.chroot(folder)
-
-
-# ---- code: functions called from the other jail ---------------------------------------------------------------------
+    exec(compile(request["code"], "solution.py", "exec"), module.__dict__)
+    if "stdin" not in request:
+        _serve_calls(module.__dict__, talk)
 
 
 def _serve_calls(names, talk):
@@ -971,23 +897,23 @@ def _serve_calls(names, talk):
         try:
             name = request["call"]
             function = names[name] if name in names else getattr(names["Solution"](), name)
-            reply = {"value": _pack(function(*_unpack(request["args"]), **_unpack(request["kwargs"])))}
+            reply = {"value": _pack(function(*request["args"], **request["kwargs"]))}
         except Exception as error:
             reply = {"raise": type(error).__name__, "text": str(error)[:1000]}
 
 
-def _serve_tests(first, talk):
+def _serve_tests(tests, token, talk):
     """The test code's side: run every test, calling over to the program."""
-    for test in first["tests"]:
+    for test in tests:
         try:
-            if "fn" in test:
-                passed = _as_json(_remote(test["fn"], talk)(*test["args"])) == _as_json(test["out"])
+            if "fn" in test:  # compared as JSON, where expected values come from: lists, and text as keys
+                passed = json.loads(json.dumps(_call(talk, test["fn"], *test["args"]))) == test["out"]
             else:
                 exec(compile(test["assert"], "test", "exec"), _names_for(test["assert"], talk))
                 passed = True
         except BaseException:  # sys.exit() in a test is no pass either
             passed = False
-        talk({"token": first["token"], "passed": bool(passed)})
+        talk({"token": token, "passed": passed})
 
 
 def _names_for(test, talk):
@@ -997,18 +923,17 @@ def _names_for(test, talk):
     names = {node.id for node in nodes if isinstance(node, ast.Name)} - set(dir(builtins))
     called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     modules = (names & sys.stdlib_module_names) - called
-    return {"__name__": "test"} | {x: __import__(x) if x in modules else _remote(x, talk) for x in names}
+    of_program = {name: functools.partial(_call, talk, name) for name in names - modules}
+    return {"__name__": "test"} | of_program | {name: __import__(name) for name in modules}
 
 
-def _remote(name, talk):
-    """A function of the program, called from the test code's process. Its exceptions arrive as builtin ones."""
-    def call(*args, **kwargs):
-        reply = talk({"call": name, "args": _pack(args), "kwargs": _pack(kwargs)})
-        if "raise" in reply:
-            error = getattr(builtins, reply["raise"], None)
-            raise (error if isinstance(error, type) and issubclass(error, Exception) else Exception)(reply["text"])
-        return _unpack(reply["value"])
-    return call
+def _call(talk, name, /, *args, **kwargs):
+    """Call a function of the program from the test code's process. Its exceptions arrive as builtin ones."""
+    reply = talk({"call": name, "args": _pack(args), "kwargs": _pack(kwargs)})
+    if "raise" in reply:
+        error = getattr(builtins, reply["raise"], None)
+        raise (error if isinstance(error, type) and issubclass(error, Exception) else Exception)(reply["text"])
+    return reply["value"]
 
 
 def _pack(x):
@@ -1016,33 +941,23 @@ def _pack(x):
     for kind in (bool, int, float, str):
         if isinstance(x, kind):
             return kind(x)
-    for kind in (tuple, set, frozenset, bytes):
-        if isinstance(x, kind):
-            return {kind.__name__: [_pack(y) for y in x]}
     if isinstance(x, dict):
         return {"dict": [[_pack(k), _pack(v)] for k, v in x.items()]}
     if isinstance(x, complex):
         return {"complex": [x.real, x.imag]}
+    for kind in (tuple, set, frozenset, bytes):
+        if isinstance(x, kind):
+            return {kind.__name__: [_pack(y) for y in x]}
     if hasattr(x, "tolist"):  # numpy
         return _pack(x.tolist())
     return None if x is None else [_pack(y) for y in itertools.islice(x, 10**6)]
 
 
-def _unpack(x):
-    if isinstance(x, list):
-        return [_unpack(y) for y in x]
-    if not isinstance(x, dict):
-        return x
-    (name, inner), = x.items()
+def _unpack(found):
+    """For json.loads, object by object: what `_pack` has named becomes itself again."""
     kinds = dict(tuple=tuple, set=set, frozenset=frozenset, bytes=bytes, dict=dict, complex=lambda xy: complex(*xy))
-    return kinds[name](_unpack(inner))
-
-
-def _as_json(x):
-    """As it would look in a JSON file, where expected values come from: lists, and text as keys."""
-    if isinstance(x, (list, tuple)):
-        return [_as_json(y) for y in x]
-    return {str(k): _as_json(v) for k, v in x.items()} if isinstance(x, dict) else x
+    name = next(iter(found), None)
+    return kinds[name](found[name]) if name in kinds else found
 
 
 # ---- evaluation -------------------------------------------------------------------------------------------------
@@ -1052,9 +967,7 @@ def pass_at_k(n, c, k):
     """Unbiased chance that at least one of k samples is right, given c right among n (Chen et al., 2021, Eq. 1)."""
     if not (0 <= c <= n and 1 <= k <= n):
         raise ValueError(f"pass@k needs 0 <= c <= n and 1 <= k <= n, got n={n}, c={c}, k={k}")
-    if n - c < k:
-        return 1.0
-    return 1.0 - prod(1 - k / i for i in range(n - c + 1, n + 1))
+    return 1 - math.comb(n - c, k) / math.comb(n, k)
 
 
 def read_responses(path):
@@ -1072,8 +985,11 @@ def read_responses(path):
 
 
 def sample(args, problems):
-    """Responses of a checkpoint -> (lists of texts, a problem each; lists of lengths; facts for the report)."""
-    from sparrow import Actor, Schedule, encode_prompt, load_with_tokenizer
+    """Responses of a checkpoint -> (lists of texts, a problem each; lists of lengths; facts for the report).
+
+    Of a sparse actor the facts also say how far it was from the dense policy on its own samples, and what it read."""
+    import torch
+    from sparrow import Actor, Schedule, encode_prompt, load_with_tokenizer, rollout_alpha, tail
     model = load_with_tokenizer(args.model)
     prompts = [encode_prompt(model.tokenizer, p.prompt, args.chat) for p in problems]
     context = max(map(len, prompts)) + args.max_new_tokens
@@ -1084,27 +1000,16 @@ def sample(args, problems):
     rollouts = actor.generate(prompts, args.n, args.max_new_tokens, args.temperature, schedule, model.stop_ids,
                               args.seed, progress=True)
     seconds, lengths = time.perf_counter() - start, [len(r.ids) for r in rollouts]
-    cut_off = sum(r.finish == "length" for r in rollouts) / len(rollouts)
-    facts = dict(mean_length=sum(lengths) / len(lengths), cut_off=cut_off, tokens_per_s=sum(lengths) / seconds,
-                 generate_s=seconds)
+    facts = dict(mean_length=sum(lengths) / len(lengths), tokens_per_s=sum(lengths) / seconds, generate_s=seconds,
+                 cut_off=sum(r.finish == "length" for r in rollouts) / len(rollouts))
     if not schedule.dense:
-        facts |= sparsity(model, rollouts, schedule, args.temperature or 1.0)
-    texts = [model.tokenizer.decode(r.ids, skip_special_tokens=p.kind != "chain")
-             for r, p in zip(rollouts, (p for p in problems for _ in range(args.n)))]
-    return _by(args.n, texts), _by(args.n, lengths), facts
-
-
-def _by(n, items):
-    return [items[i:i + n] for i in range(0, len(items), n)]
-
-
-def sparsity(model, rollouts, schedule, temperature):
-    """How far the sparse actor is from the dense policy on its own samples, and what it read."""
-    import torch
-    from sparrow import rollout_alpha, tail
-    alpha = torch.cat([rollout_alpha(model, r, temperature) for r in rollouts])
-    return dict(kv_read=schedule.share_read(rollouts), alpha_mean=alpha.mean().item(), alpha_tail_5=tail(alpha),
-                alpha_tail_1=tail(alpha, fraction=0.01))
+        alpha = torch.cat([rollout_alpha(model, r, args.temperature or 1.0) for r in rollouts])
+        facts |= dict(kv_read=schedule.share_read(rollouts), alpha_mean=alpha.mean().item(), alpha_tail_5=tail(alpha),
+                      alpha_tail_1=tail(alpha, fraction=0.01))
+    texts = [model.tokenizer.decode(r.ids, skip_special_tokens=problems[i // args.n].kind != "chain")
+             for i, r in enumerate(rollouts)]
+    by_problem = [slice(i, i + args.n) for i in range(0, len(texts), args.n)]
+    return [texts[i] for i in by_problem], [lengths[i] for i in by_problem], facts
 
 
 def summarise(rewards, ks):
@@ -1119,7 +1024,8 @@ def summarise(rewards, ks):
 def report(m, n):
     """What a person reads."""
     print(f"{m['problems']} problems, {m['samples']} samples: mean@{n} {m['mean']:.4f}"
-          + "".join(f" | {k} {v:.4f}" for k, v in m.items() if k.startswith("pass@")))
+          + "".join(f" | {k} {v:.4f}" for k, v in m.items() if k.startswith("pass@"))
+          + (f" | no final answer found in {m['no_answer']:.1%} of the math responses" if m.get("no_answer") else ""))
     if "mean_length" in m:
         print(f"response length {m['mean_length']:.1f} tokens on average, {m['cut_off']:.1%} cut off | generated in "
               f"{m['generate_s']:.1f} s ({m['tokens_per_s']:,.0f} tokens/s), graded in {m['grade_s']:.1f} s")
@@ -1167,12 +1073,11 @@ def parse_args(argv=None):
         p.error("--model: say on what, by either --task or --data")
     if args.grade and (args.task or args.data):
         p.error("--grade: its rows hold the problems; leave out --task and --data")
-    for key in "n max_new_tokens rows page_size timeout".split():
-        if not getattr(args, key) > 0:
-            p.error(f"--{key.replace('_', '-')} {getattr(args, key)}: must be above 0")
-    for key in "limit temperature min_pages dense_layers".split():
-        if not getattr(args, key) >= 0:
-            p.error(f"--{key.replace('_', '-')} {getattr(args, key)}: must not be negative")
+    least = dict(n=1, max_new_tokens=1, rows=1, page_size=1, timeout=0.1, limit=0, temperature=0, min_pages=0,
+                 dense_layers=0)
+    for key, lowest in least.items():
+        if not getattr(args, key) >= lowest:
+            p.error(f"--{key.replace('_', '-')} {getattr(args, key)}: must be at least {lowest}")
     if not 0 < args.budget <= 1:
         p.error(f"--budget {args.budget}: must be in (0, 1]; 1 is dense")
     return args
@@ -1185,17 +1090,15 @@ def main(argv=None):
         # 1. problems and responses
         if args.grade:
             problems, responses = read_responses(args.grade)
-            n = min(map(len, responses))
+        elif args.task and not parse_task(args.task):
+            raise ValueError(f"--task {args.task}: not one of {', '.join(TASKS)}")
         else:
-            if args.task and not parse_task(args.task):
-                raise ValueError(f"--task {args.task}: not one of {', '.join(TASKS)}")
             problems = load_problems(args.task or args.data, args.seed, args.limit or 200)
-            n = args.n
+        n = min(map(len, responses)) if args.grade else args.n
         if bad := [k for k in args.k or () if not 1 <= k <= n]:
             raise ValueError(f"--k {bad[0]}: pass@k needs 1 <= k <= {n}, the samples a problem")
-        files = [open(path, "w") if path else None for path in (args.json, args.save)]  # before the work, not after it
-        problems = problems[:args.limit or None]
-        facts, lengths = {}, None
+        files = [open(path or os.devnull, "w") for path in (args.json, args.save)]  # before the work, not after it
+        problems, facts, lengths = problems[:args.limit or None], {}, None
         if args.grade:
             responses = responses[:len(problems)]
         else:
@@ -1209,21 +1112,21 @@ def main(argv=None):
     rewards = [list(itertools.islice(flat, len(texts))) for texts in responses]
     # 3. what to know of them
     facts["grade_s"] = time.perf_counter() - start
+    if answers := [extract_answer(text) for text, p in pairs if p.kind == "math"]:
+        facts["no_answer"] = sum(not x for x in answers) / len(answers)
     m = summarise(rewards, args.k or [k for k in (1, 4, 16) if k <= n]) | facts
     report(m, n if len(set(map(len, responses))) == 1 else "n")
-    if files[0]:
-        files[0].write(json.dumps(m, indent=1) + "\n")
-    for i, problem in enumerate(problems if files[1] else ()):
-        row = {k: v for k, v in vars(problem).items() if v} | dict(responses=responses[i], rewards=rewards[i])
-        files[1].write(json.dumps(row | ({"lengths": lengths[i]} if lengths else {})) + "\n")
-    for file in filter(None, files):
-        file.close()
+    with files[0] as summary, files[1] as samples:
+        summary.write(json.dumps(m, indent=1) + "\n")
+        for i, problem in enumerate(problems):
+            row = {k: v for k, v in vars(problem).items() if v} | dict(responses=responses[i], rewards=rewards[i])
+            samples.write(json.dumps(row | ({"lengths": lengths[i]} if lengths else {})) + "\n")
 
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--math-worker"]:
         _serve_math()
-    elif sys.argv[1:] == ["--jail"]:
-        _serve_jail()
+    elif sys.argv[1:2] == ["--jail"]:
+        _serve_jail(sys.argv[2], int(sys.argv[3]))
     else:
         main()

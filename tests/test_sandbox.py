@@ -8,6 +8,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -39,23 +40,18 @@ def jail_processes():
     """Processes of our jails carry their folder's name."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
+        with suppress(OSError):
             if f"JAIL={tempfile.tempdir}/".encode() in path.read_bytes():
                 found.append(int(path.parent.name))
-        except OSError:
-            pass
     return found
 
 
 def zombies():
-    states = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-            states.append((fields[0], int(fields[1])))
-        except OSError:
-            pass
-    return sum(state == "Z" and parent == os.getpid() for state, parent in states)
+    """Has a child of ours ended that nobody waited for?"""
+    try:
+        return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return False
 
 
 def left_overs():
@@ -70,49 +66,52 @@ def judge(code, tests, limit=LIMIT, **options):
     start = time.monotonic()
     reward = run_tests(code, tests, limit, **options)
     assert time.monotonic() - start < limit + 1
-    assert left_overs() == ([], 0, [])
+    assert left_overs() == ([], False, [])
     return reward
 
 
 FORGERIES = {
-    "exit 0": "import sys; sys.exit(0)",
-    "os._exit": "import os; os._exit(0)",
+    "exit 0": "import sys; sys.exit(0)", "os._exit": "import os; os._exit(0)",
     "exit hook": "import atexit, os\natexit.register(os._exit, 0)\ndef add(a, b): return 6",
     "print patched": "import builtins\nbuiltins.print = lambda *a, **k: None",
     "test names": "passed = True; reward = 1.0; verdict = 'passed'; test = lambda *a: True\nprint('passed')",
     "True": "True",
-    "equal to all": "class E:\n def __eq__(s, o): return True\n def __ne__(s, o): return False\n"
-                    " def __hash__(s): return 5\n def __repr__(s): return '5'\ndef add(a, b): return E()\nprint(E())",
-    "int that is equal": "class I(int):\n def __eq__(s, o): return True\n __hash__ = int.__hash__\ndef add(a, b): "
-    "return I(7)",
+    "equal to all":
+        "class E:\n def __eq__(s, o): return True\n def __ne__(s, o): return False\n def __hash__(s): return 5\n"
+        " def __repr__(s): return '5'\ndef add(a, b): return E()\nprint(E())",
+    "int that is equal":
+        "class I(int):\n def __eq__(s, o): return True\n __hash__ = int.__hash__\ndef add(a, b): return I(7)",
     "list that is equal": "class L(list):\n def __eq__(s, o): return True\ndef add(a, b): return L()",
-    "assert removed": "import ast, builtins\nbuiltins.AssertionError = type('A', (BaseException,), {})\n"
-                      "builtins.compile = lambda *a, **k: None\ndef add(a, b): return 6",
-    "builtins patched": "import builtins, sys\nfor n in ('abs', 'len', 'sorted', 'isinstance', 'all', 'any', 'bool', "
-    "'int'):\n"
-                        " setattr(builtins, n, lambda *a, **k: True)\nabs = len = sorted = lambda *a: 5\ndef add(a, "
-                        "b): return 6",
+    "assert removed":
+        "import ast, builtins\nbuiltins.AssertionError = type('A', (BaseException,), {})\n"
+        "builtins.compile = lambda *a, **k: None\ndef add(a, b): return 6",
+    "builtins patched":
+        "import builtins, sys\nfor n in ('abs', 'len', 'sorted', 'isinstance', 'all', 'any', 'bool', 'int'):\n"
+        " setattr(builtins, n, lambda *a, **k: True)\nabs = len = sorted = lambda *a: 5\ndef add(a, b): return 6",
     "raises SystemExit": "def add(a, b): raise SystemExit(0)",
     "raises nothing known": "def add(a, b): raise type('E', (Exception,), {})()",
-    "harness's frames": "import sys\ndef add(a, b):\n f = sys._getframe()\n while f:\n"
-                        "  for k, v in list(f.f_locals.items()) + list(f.f_globals.items()):\n"
-                        "   if k in ('out', 'token', 'tests', 'passed', 'judged'): return v\n  f = f.f_back\n"
-                        "print(add(1, 1))",
-    "harness's memory": "import gc\ndef add(a, b):\n for o in gc.get_objects():\n  if isinstance(o, dict) and "
-    "o.get('out'): return o['out']\n"
-                        "for o in gc.get_objects():\n if isinstance(o, dict) and o.get('stdout') == '42': print(42)",
-    "writes to all descriptors": "import os, json\nfor fd in range(128):\n for m in ({'token': '', 'passed': True}, "
-    "{'ok': True, 'stdout': 'x'}):\n"
-                                 "  try: os.write(fd, (json.dumps(m) + '\\n').encode() * 50)\n  except OSError: "
-                                 "pass\ndef add(a, b): return 6",
-    "json patched": "import json\njson.dumps = lambda *a, **k: '{\"passed\": true, \"ok\": true, \"token\": null}'\n"
-    "def add(a, b): return 6",
-    "looks at its peers": "import os\nfound = []\nfor p in os.listdir('/proc'):\n if p.isdigit():\n  for f in "
-    "('environ', 'mem', 'cmdline'):\n"
-                          "   try: found.append(open(f'/proc/{p}/{f}', 'rb').read(9))\n   except OSError: pass\ndef "
-                          "add(a, b): return found",
+    "harness's frames":
+        "import sys\ndef add(a, b):\n f = sys._getframe()\n while f:\n"
+        "  for k, v in list(f.f_locals.items()) + list(f.f_globals.items()):\n"
+        "   if k in ('out', 'token', 'tests', 'passed', 'judged'): return v\n  f = f.f_back\nprint(add(1, 1))",
+    "harness's memory":
+        "import gc\ndef add(a, b):\n for o in gc.get_objects():\n"
+        "  if isinstance(o, dict) and o.get('out'): return o['out']\nfor o in gc.get_objects():\n"
+        " if isinstance(o, dict) and o.get('stdout') == '42': print(42)",
+    "writes to all descriptors":
+        "import os, json\nfor fd in range(128):\n"
+        " for m in ({'token': '', 'passed': True}, {'ok': True, 'stdout': 'x'}):\n"
+        "  try: os.write(fd, (json.dumps(m) + '\\n').encode() * 50)\n  except OSError: pass\ndef add(a, b): return 6",
+    "json patched":
+        "import json\njson.dumps = lambda *a, **k: '{\"passed\": true, \"ok\": true, \"token\": null}'\n"
+        "def add(a, b): return 6",
+    "looks at its peers":
+        "import os\nfound = []\nfor p in os.listdir('/proc'):\n if p.isdigit():\n"
+        "  for f in ('environ', 'mem', 'cmdline'):\n   try: found.append(open(f'/proc/{p}/{f}', 'rb').read(9))\n"
+        "   except OSError: pass\ndef add(a, b): return found",
     "syntax error": "def add(a, b) return a + b", "null byte": "x = 1\0", "empty": "", "raises": "1 / 0",
-    "lone surrogate": "print('\ud800')", "deep": "(" * 5000 + ")" * 5000,
+    "lone surrogate": "print('\ud800')",
+    "deep": "(" * 5000 + ")" * 5000,
     "recursion": "def add(a, b): return add(a, b)\nadd(1, 2)",
     "returns itself": "def add(a, b):\n x = []; x.append(x); return x",
     "endless iterator": "import itertools\ndef add(a, b): return itertools.count()",
@@ -208,27 +207,25 @@ def test_large_input_and_output():
 
 
 BOMBS = {
-    "endless loop": "while True: pass",
-    "endless sleep": "import time\ntime.sleep(1000)",
+    "endless loop": "while True: pass", "endless sleep": "import time\ntime.sleep(1000)",
     "endless output": "while True: print('x' * 1000)",
     "endless output, swallowed": "while True:\n try: print('x' * 1000, flush=True)\n except BaseException: pass",
     "endless errors": "import sys\nwhile True: sys.stderr.write('x' * 1000)",
-    "8 GB": "x = bytearray(8 << 30)\nprint(42)",
-    "8 GB list": "x = [0] * (1 << 30)\nprint(42)",
+    "8 GB": "x = bytearray(8 << 30)\nprint(42)", "8 GB list": "x = [0] * (1 << 30)\nprint(42)",
     "8 GB bit by bit": "x = []\nwhile True: x.append(bytearray(1 << 24))",
     "sleeping grandchild": "import os, time\nif os.fork() == 0: time.sleep(1000)",
-    "grandchild in a new session": "import os, time\nif os.fork() == 0:\n os.setsid()\n if os.fork() == 0:\n  while "
-    "True: time.sleep(1)\n os._exit(0)",
-    "daemon that ignores signals": "import os, signal, time\nif os.fork() == 0:\n os.setsid()\n for s in range(1, "
-    "65):\n"
-                                   "  try: signal.signal(s, signal.SIG_IGN)\n  except (OSError, ValueError): pass\n "
-                                   "time.sleep(1000)",
+    "grandchild in a new session":
+        "import os, time\nif os.fork() == 0:\n os.setsid()\n if os.fork() == 0:\n  while True: time.sleep(1)\n"
+        " os._exit(0)",
+    "daemon that ignores signals":
+        "import os, signal, time\nif os.fork() == 0:\n os.setsid()\n for s in range(1, 65):\n"
+        "  try: signal.signal(s, signal.SIG_IGN)\n  except (OSError, ValueError): pass\n time.sleep(1000)",
     "large file": "f = open('x', 'wb')\nwhile True: f.write(bytes(1 << 20))",
     "many files": "i = 0\nwhile True:\n open(str(i), 'w').write('x' * 4096); i += 1",
     "threads": "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(1000,)).start()",
     "stops itself": "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)",
-    "no alarm": "import signal\nsignal.alarm(0)\nsignal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\nwhile True: "
-    "pass",
+    "no alarm":
+        "import signal\nsignal.alarm(0)\nsignal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\nwhile True: pass",
 }
 
 
@@ -259,7 +256,7 @@ def test_fork_bomb():
     finally:
         stop.set()
         watcher.join()
-    if os.getuid() == 0 or FENCE == "unshare":
+    if os.getuid() == 0 or FENCE == "namespaces":
         assert most[0] < before + 2 * verify.PROCESSES + 20
 
 
@@ -318,7 +315,7 @@ def test_killing_the_parent(victim):
     assert judge("print(input())", [ECHO]) == 1
 
 
-@pytest.mark.parametrize("fence", ["unshare", "plain"])
+@pytest.mark.parametrize("fence", ["namespaces", "plain"])
 def test_each_fence(fence, monkeypatch):
     """The weaker fence holds what it promises. (Run by root it needs a Python that other users can run.)"""
     monkeypatch.setattr(verify, "_fence", lambda: fence)
@@ -352,10 +349,10 @@ def test_a_killed_grader_leaves_nothing(code):
 
 def test_no_fence_is_an_error(monkeypatch):
     """Fault: with no way to run anything, every program scores 0 and nobody is told."""
-    monkeypatch.setattr(verify, "_through", lambda *_: ["false"])
+    monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(RuntimeError, match="no sandbox"):
         verify._fence.__wrapped__()
-    assert left_overs() == ([], 0, [])
+    assert left_overs() == ([], False, [])
 
 
 def test_nothing_leaks():

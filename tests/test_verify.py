@@ -17,6 +17,7 @@ import verify
 from verify import (BOXED, FENCED, Problem, chain, grade, grade_all, grade_chain, grade_countdown, grade_math,
                     load_problems, pass_at_k)
 
+ROOT = os.path.dirname(verify.__file__)
 THIRD = r"\boxed{\frac{2}{6}}", r"\frac13"  # a right answer that only the worker can tell
 
 
@@ -82,25 +83,15 @@ def test_countdown_divides_exactly():
 
 
 @pytest.mark.parametrize("response, answer, reward", [
-    (boxed(r"\frac{1}{3}"), "1/3", 1), (boxed("5") + boxed("7"), "7", 1), (boxed("5") + boxed("7"), "5", 0),
-    ("\\boxed{5", "5", 0), (boxed("5") + "\\boxed{5", "5", 0), (r"\boxed{\sqrt{\frac{4}{9}}}", "2/3", 1),
-    (boxed("2/3"), r"\frac{2}{3}", 1), (boxed("0.5"), "1/2", 1), (boxed("1,000"), "1000", 1), (boxed("x^2+1"), "1+x^2",
-    1),
-    (boxed("1/2004!"), "1/2006!", 0), (boxed("2^{-99}"), "2^{-98}", 0), (boxed("(2^{-99},1)"), "(2^{-98},1)", 0),
-    (boxed("12345678901234567890"), "12345678901234567891", 0), (boxed("0.3333333333"), "1/3", 0),
-    (boxed(r"\frac{12345678901234567890}{1}"), "12345678901234567891", 0), (boxed("0.33333333333333333"), r"\frac13",
-    0),
-    (boxed(r"\pm 2021"), "2021", 0), (boxed("2021"), r"\pm 2021", 0), (boxed("(1,2)"), "(2,1)", 0),
-    (boxed("(1,2)"), "(1, 2)", 1), (boxed("(5, 120)"), "(5,120)", 1), (boxed("5120"), "(5,120)", 0),
+    (boxed("5") + boxed("7"), "7", 1), (boxed("5") + boxed("7"), "5", 0), ("\\boxed{5", "5", 0), ("", "42", 0),
+    (boxed("5") + "\\boxed{5", "5", 0), (r"\boxed{\sqrt{\frac{4}{9}}}", "2/3", 1), (boxed(""), "42", 0),
     ("**73**", "73", 1), ("The steps.\n**Answer:** 73", "73", 1), ("The steps.\nAnswer: **73**.", "73", 1),
-    (boxed("2 2/3"), "2", 0), (boxed("2 2/3"), "3", 0), (boxed("2 2/3"), "8/3", 1), (boxed(r"-2\frac{2}{3}"), "-8/3",
-    1),
-    ("Work.\n#### 42 " + "and so on " * 50, "42", 1), ("#### 41\n#### 42", "42", 1), ("#### 42", "#### 42", 1),
-    ("I do not know.\nSorry.", "42", 0), ("", "42", 0), (boxed(""), "42", 0),
-    *[(boxed(guess), "42", 0) for guess in ("41, 42", "42, 41", "41,42", "41 or 42", r"\{41, 42\}", "41$ $42",
-        "41\n42")]])
+    (".5", "1/2", 1), ("Work.\n#### 42 " + "and so on " * 50, "42", 1), ("#### 41\n#### 42", "42", 1),
+    ("#### 42", "#### 42", 1), ("I do not know.\nSorry.", "42", 0),
+    *[(boxed(guess), "42", 0)
+      for guess in ("41, 42", "42, 41", "41,42", "41 or 42", r"\{41, 42\}", "41$ $42", "41\n42")]])
 def test_math_table(response, answer, reward):
-    """Faults: box cut at the first brace, tolerance, mixed forms, lists of guesses."""
+    """Faults: box cut at the first brace, mixed forms, lists of guesses. More forms and tolerance: below."""
     assert grade_math(response, answer) == reward
 
 
@@ -123,7 +114,8 @@ EQUAL = r"""
     5\text{ cm}^2 | 5 || 90^\circ | 90 || 90 | 90° || \$18 | 18 || 18 dollars | 18 || 3 hours | 3\text{ hours}
     12_8 | 12_{8} || 60 mph | 60 || 7\mathrm{~m/s} | 7 \text{ m/s} || x = 5 | 5 || 5 | k=5 || 2x+1 | 1 + 2x
     (x+1)^2 | x^2+2x+1 || y = 2x+1 | y=1+2x || x<5 | 5>x || \frac{x^2-1}{x-1} | x+1 || 3+4i | 4i+3 || \log_2 8 | 3
-    2\pi | \pi\cdot 2 || e^{2} | e^2 || |{-3}| | 3"""
+    2\pi | \pi\cdot 2 || e^{2} | e^2 || |{-3}| | 3 || 1/3 | \frac{1}{3} || \frac{2}{3} | 2/3 || 1000 | 1,000
+    8/3 | 2 2/3 || -8/3 | -2\frac{2}{3} || 3/4 | 1.5/2 || (5,120) | (5, 120) || 1+x^2 | x^2+1"""
 UNEQUAL = r"""
     1/2 | 0.51 || 1/3 | 0.333333333333 || 1/3 | 0.33 || 2/3 | 3/2 || 0.\overline{3} | 0 || 0.3 | 0.\overline{3}
     \sqrt{2} | 1.41421356237 || \sqrt{2} | \sqrt{3} || \pi | 3.14159265358979 || \pi | 22/7 || [1,2) | (1,2)
@@ -142,8 +134,10 @@ UNEQUAL = r"""
     5 | 5\text{ 6} || 5 | 5 6 || 5 | \pm 5 || x = 5 | y = 5 || x<5 | x>5 || x<5 | x\le 5 || (x+1)^2 | x^2+1
     \frac{1}{0} | 5 || 1/0 | 2/0 || \sin(x) | \cos(x) || 2^{-99} | 2^{-98} || 1/2004! | 1/2006!
     12345678901234567890 | 12345678901234567891 || 1234567.8901234567891 | 1234567.8901234567892
-    10^{40}+1 | 10^{40} || \sqrt{10^{40}+1} | 10^{20}"""
-PAIRS = [(*pair.strip().split(" | "), float(table is EQUAL)) for table in (EQUAL, UNEQUAL)
+    10^{40}+1 | 10^{40} || \sqrt{10^{40}+1} | 10^{20} || 2021 | \pm 2021 || \pm 2021 | 2021 || 2 | 2 2/3 || 3 | 2 2/3
+    12345678901234567891 | \frac{12345678901234567890}{1} || \frac13 | 0.33333333333333333 || (5,120) | 5120
+    (2^{-98},1) | (2^{-99},1)"""
+PAIRS = [(*map(str.strip, pair.split(" | ")), float(table is EQUAL)) for table in (EQUAL, UNEQUAL)
          for pair in re.split(r"\|\||\n", table) if pair.strip()]
 
 
@@ -151,16 +145,14 @@ def test_pairs_of_answers():
     """Faults: rounding; shape lost (a tuple read as an interval, (2,1) as the empty set); a word read as a product of
     its letters; 0.333... read as 0; units and percents without a rule. The rules are in grade_math's docstring."""
     assert len(PAIRS) > 130
-    rewards = grade_all([boxed(given.strip()) for _, given, _ in PAIRS], [Problem("", gold.strip()) for gold,
-        *_ in PAIRS])
+    rewards = grade_all([boxed(given) for _, given, _ in PAIRS], [Problem("", gold) for gold, *_ in PAIRS])
     wrong = [(*pair, reward) for pair, reward in zip(PAIRS, rewards) if reward != pair[2]]
     assert not wrong, "\n".join(map(str, wrong))
 
 
 @pytest.mark.parametrize("text", [
     "\\boxed{" * 20_000, boxed("1") * 20_000 + "\\boxed{", "\\boxed{" + "{" * 10**6, "####" * 20_000,
-    "answer " * 20_000,
-    boxed("9" * 10**5), boxed("1+" * 50_000 + "1")], ids=lambda text: text[:9])
+    "answer " * 20_000, boxed("9" * 10**5), boxed("1+" * 50_000 + "1")], ids=lambda text: text[:9])
 def test_long_nonsense_takes_no_time(text):
     start = time.perf_counter()
     assert grade_math(text, "5") == 0 and time.perf_counter() - start < 1
@@ -183,23 +175,29 @@ def test_power_towers_cost_their_own_sample(tower, in_thread, monkeypatch):
     assert found[0] == 0 and found[1] < 1.5 + 3 and found[2] == 1
 
 
-def test_worker_is_replaced_and_stopped(monkeypatch):
-    """Faults: a worker that died is not replaced, or brings the run down; a process left behind."""
+def test_worker_is_replaced():
+    """Fault: a worker that died is not replaced, or brings the run down."""
     assert grade_math(*THIRD) == 1
-    worker = verify._math.idle[-1]
+    worker = verify._idle[-1]
     worker.child.kill()
     worker.child.wait()
-    assert grade_math(*THIRD) == 1 and worker not in verify._math.idle
-    pids = [worker.child.pid for worker in verify._math.idle]
-    verify._math.stop()
-    assert pids and not verify._math.idle and not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+    assert grade_math(*THIRD) == 1 and worker not in verify._idle
+
+
+def test_no_worker_outlives_the_run():
+    code = f"import verify; verify.grade_math(*{THIRD}); print(verify._idle[0].child.pid)"
+    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, cwd=ROOT)
+    end = time.monotonic() + 5
+    while os.path.exists(f"/proc/{int(done.stdout)}") and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not os.path.exists(f"/proc/{int(done.stdout)}")
 
 
 def test_worker_ends_by_itself():
     """Fault: the run is killed during a power tower, and its worker goes on computing for ever."""
     code = "import verify; verify.MATH_SECONDS = 0.5; verify._serve_math()"
     done = subprocess.run([sys.executable, "-c", code], input='\n["1/3", "9999999!"]\n', text=True, capture_output=True,
-                          cwd=os.path.dirname(verify.__file__), timeout=15)
+                          cwd=ROOT, timeout=15)
     assert done.returncode < 0 and done.stdout == "ready\n"
 
 
@@ -211,7 +209,7 @@ def test_grading_in_parallel(monkeypatch):
     pairs[7] = ("#l3H2.", Problem("", "l3H2", "chain"))
     rewards = grade_all(*zip(*pairs), workers=4)
     assert rewards == [0.0 if i % 3 == 0 or i == 5 else 1.0 for i in range(60)]
-    assert grade_all([], []) == [] and len(verify._math.idle) <= 4
+    assert grade_all([], []) == [] and len(verify._idle) <= 4
     with pytest.raises(ValueError, match="1 responses to 0 problems"):
         grade_all(["a"], [])
 
@@ -219,9 +217,9 @@ def test_grading_in_parallel(monkeypatch):
 def test_problem_files(tmp_path):
     file = tmp_path / "p.jsonl"
     user, system = {"role": "user", "content": "h\u2028"}, {"role": "system", "content": "s"}
-    rows = [dict(prompt="a", answer=0), dict(question="b", answer="So 6*7 is\n#### 42"), dict(problem="c",
-        solution="1/2"),
-            dict(prompt="d", answer="24", kind="countdown", numbers=[4, 6]), dict(prompt=[user], answer="3"),
+    rows = [dict(prompt="a", answer=0), dict(question="b", answer="So 6*7 is\n#### 42"),
+            dict(problem="c", solution="1/2"), dict(prompt="d", answer="24", kind="countdown", numbers=[4, 6]),
+            dict(prompt=[user], answer="3"),
             dict(prompt=[system, user], solution="It is $\\boxed{\\frac{1}{2}}$. Check:\nyes"),
             dict(prompt=[user, dict(user, role="assistant"), user], answer="Put it in a box", kind="math"),
             dict(prompt="In \\boxed{}", answer="4"), dict(prompt="e", tests=["assert f() == 1"]),
@@ -231,8 +229,8 @@ def test_problem_files(tmp_path):
     h = "h\u2028"
     assert load_problems(str(file)) == [
         Problem(f"a\n{BOXED}", "0"), Problem(f"b\n{BOXED}", "42"), Problem(f"c\n{BOXED}", "1/2"),
-        Problem("d", "24", "countdown", (4, 6)), Problem(f"{h}\n{BOXED}", "3"), Problem(f"s\n\n{h}\n{BOXED}",
-            "\\frac{1}{2}"),
+        Problem("d", "24", "countdown", (4, 6)), Problem(f"{h}\n{BOXED}", "3"),
+        Problem(f"s\n\n{h}\n{BOXED}", "\\frac{1}{2}"),
         Problem(f"user: {h}\n\nassistant: {h}\n\nuser: {h}\n{BOXED}", "Put it in a box"), Problem("In \\boxed{}", "4"),
         Problem(f"e\n{FENCED}", "", "code", tests=({"assert": "assert f() == 1"},)),
         Problem(f"f\n{FENCED}", "", "code", tests=tuple(rows[-1]["tests"]))]
@@ -240,7 +238,7 @@ def test_problem_files(tmp_path):
     with pytest.raises(ValueError, match="no problems"):
         load_problems(str(file))
     file.write_bytes(b'{"prompt": "\xff"}')
-    with pytest.raises(ValueError, match="p.jsonl.*UTF-8"):
+    with pytest.raises(ValueError, match="p.jsonl, line 1: .*utf-8"):
         load_problems(str(file))
     for spec in ("nowhere.jsonl", str(tmp_path), "", "hub"):
         with pytest.raises(ValueError, match="neither a task"):
