@@ -1262,7 +1262,8 @@ def step_times(actor, rows, lengths, schedule, repeat=5):
 
 
 def profile_step(actor, rows, length, schedule):
-    """Where one decode step's time goes, kernel by kernel; what is missing to the step's own time is gaps between them."""
+    """Where one decode step's time goes, kernel by kernel. A kernel's time counts its wait for the one before it, from which it
+    may have been launched early (see sparse_attn.py): so the sum can be over the step's own time."""
     from torch.profiler import ProfilerActivity, profile
     seconds = step_times(actor, rows, [length], schedule)[0]
     with profile(activities=[ProfilerActivity.CUDA]) as seen:

@@ -744,6 +744,9 @@ def warm_start(policy, args, device):
         bar.update()
         bar.set_postfix(loss=f"{running or 0:.3f}", stage=stage)
     bar.close()
+    if end == args.warm_start:
+        say(f"warm start: {end} steps, and a loss of {running or 0:.3f}: not mastered, so GRPO may find little to build on. "
+            "Another --seed or a larger --warm-start may help")
 
 
 def supervised_loss(policy, pairs, args, device):
@@ -1089,7 +1092,8 @@ def plot_runs(folders, path):
     for a, (key, title) in zip(fig.subplots(2, 3).flat, panels.items()):
         for names, histories in (zip(*runs) for runs in groups.values()):
             steps, mean, low, high = mean_and_band(histories, key)
-            line, = a.plot(steps, mean, ".-", label=f"{names[0]}" + f", mean of {len(names)} runs" * (len(names) > 1))
+            name = os.path.commonprefix([*map(str, names)]).rstrip("-_./") if len(names) > 1 else names[0]
+            line, = a.plot(steps, mean, ".-", label=f"{name}" + f", mean of {len(names)} runs" * (len(names) > 1))
             a.fill_between(steps, low, high, alpha=0.2, color=line.get_color())
         a.set(title=title, xlabel="step")
     fig.axes[0].legend(fontsize=8)
@@ -1169,7 +1173,8 @@ def set_up(args, out):
         policy, _ = load_policy(args, out, device) if rank() else (policy, True)
     policy = shard(policy, device, args.offload)
     reference = starting_policy(args, out, device) if args.kl_ref else None
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, weight_decay=args.weight_decay,
+                                  foreach=False)  # one weight after the other: no copy of them all in memory
     controller = Controller(schedule, args.tau, args.tail if args.control == "tail" else 1 - args.mean_alpha, args.min_pages,
                             args.control)
     if args.distill:

@@ -109,7 +109,7 @@ def test_graphs_are_captured_anew_for_another_length(policy, random_ids):
 
 
 def test_bench_prints_steps_floors_and_a_rollout(capsys):
-    """No step is faster than its bytes allow, and what --profile counts is less than the step."""
+    """No step is faster than its bytes allow."""
     sparrow.main("--bench --model Qwen3-0.6B --rows 2 --context 4096 --budget 0.2 --min-pages 4 --profile".split())
     out = capsys.readouterr().out
     ratios = [float(x) for line in out.splitlines() if "over its byte floor" in line for x in line.split()[4:]]
