@@ -111,7 +111,7 @@ def rope_frequencies(hf, head_dim):
     if rope_type == "default":
         theta = rope.get("rope_theta", getattr(hf, "rope_theta", 10000.0))
         return (1.0 / theta ** (torch.arange(0, head_dim, 2).float() / head_dim)).tolist(), 1.0
-    if rope_type in ("dynamic", "longrope") or rope_type not in ROPE_INIT_FUNCTIONS:
+    if rope_type in ("dynamic", "longrope") or rope_type not in list(ROPE_INIT_FUNCTIONS):
         why = "its frequencies change with the length" if rope_type in ("dynamic", "longrope") else "unknown"
         raise ValueError(f"rope_type '{rope_type}' in config.json is not supported ({why})")
     inv_freq, scale = ROPE_INIT_FUNCTIONS[rope_type](hf, "cpu")
@@ -268,13 +268,16 @@ class Model(nn.Module):
         Weights are read as fp32 masters. Raises FileNotFoundError or ValueError with what to do.
         """
         folder = find_model(name_or_dir)
-        hf = AutoConfig.from_pretrained(folder)
+        hf = read_part(AutoConfig, folder)
         has_tokenizer = any((folder / f).exists() for f in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
-        tokenizer = AutoTokenizer.from_pretrained(folder) if has_tokenizer else None
-        generation = GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").exists() else None
-        config = Config.from_hf(hf)
-        with torch.device("meta"):
-            model = cls(config, hf, tokenizer, generation)
+        tokenizer = read_part(AutoTokenizer, folder) if has_tokenizer else None
+        generation = read_part(GenerationConfig, folder) if (folder / "generation_config.json").exists() else None
+        try:
+            config = Config.from_hf(hf)
+            with torch.device("meta"):  # allocates nothing: what fails here are numbers that fit no model
+                model = cls(config, hf, tokenizer, generation)
+        except (TypeError, ZeroDivisionError, RuntimeError) as error:
+            raise ValueError(f"model folder '{folder}': no model can be made of its config.json ({str(error)[:200]})") from error
         model.load_state_dict(read_weights(folder, model, device), assign=True)
         if model.config.tied:
             model.lm_head.weight = model.model.embed_tokens.weight
@@ -323,6 +326,14 @@ def find_model(name):
             f"model '{name}': no such local folder, and '{repo}' could not be had from the Hugging Face Hub "
             f"({type(error).__name__}). Give a folder with config.json and *.safetensors, or check name and network."
         ) from None
+
+
+def read_part(kind, folder):
+    """The config, tokenizer or generation config of a checkpoint folder. Raises ValueError naming the folder."""
+    try:
+        return kind.from_pretrained(folder)
+    except Exception as error:  # a damaged file raises whatever its parser stumbles over; `tokenizers` has only Exception
+        raise ValueError(f"model folder '{folder}': {kind.__name__} cannot read it ({type(error).__name__}: {error})") from None
 
 
 def read_weights(folder, model, device):
@@ -550,11 +561,11 @@ class Schedule:
             fields = json.loads(path.read_text())
             schedule = cls(tuple(fields.pop("bins")), **fields)
             whole = (*schedule.bins, schedule.bin_tokens, schedule.page_size, schedule.min_pages)
-            if not schedule.bins or any(type(x) is not int or x < (i < len(whole) - 1) for i, x in enumerate(whole)):
+            if not schedule.bins or any(type(x) is not int or not i < x < 2**31 for i, x in zip([*[0] * (len(whole) - 1), -1], whole)):
                 raise ValueError("bins, bin_tokens, page_size and min_pages must be whole numbers, and bins not empty")
             if schedule.share is not None and not 0 < schedule.share <= 1:
                 raise ValueError("share must be in (0, 1]")
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(f"--schedule {path}: not a schedule file ({type(error).__name__}: {error})") from None
         if schedule.page_size != page_size:
             raise ValueError(f"--schedule {path}: made for page size {schedule.page_size}, but --page-size is {page_size}")
@@ -1480,11 +1491,8 @@ def write_schedule(sweeps, tau, page_size, n_in, config, args):
 def calibrate(args):
     """Measure the tail of alpha by budget and position; write the schedules that hold it, figures and raw numbers."""
     from verify import load_problems  # for prompts alone: the ones that training would see, in the same words
-    if not all(0 < x < 1 for x in (*args.tau, args.tail)):
+    if not max(*args.tau, args.tail) < 1:
         raise ValueError(f"--tau {' '.join(map(str, args.tau))} --tail {args.tail}: both are shares between 0 and 1")
-    for flag in ("page_size", "pages", "problems", "bin_tokens", "min_tokens", "alpha_every"):
-        if (value := getattr(args, flag)) is not None and np.min(value) < 1:
-            raise ValueError(f"--{flag.replace('_', '-')} {value}: give whole numbers from 1 up")
     model, out, everything = load_with_tokenizer(args.model), Path(args.out), []
     problems = load_problems(args.data, args.seed, args.problems)[:args.problems]
     prompts = [encode_prompt(model.tokenizer, problem.prompt) for problem in problems]
@@ -1600,6 +1608,9 @@ def main(argv=None):
                    "memory (default 1)")
     p.add_argument("--out", default="calibration", help="--calibrate: folder for what it finds (default calibration)")
     args = p.parse_args(argv)
+    from verify import check_flags  # here, as in calibrate: the decoder itself needs nothing of it
+    check_flags(args, p, "n max_new_tokens page_size rows context every tau tail problems pages bin_tokens min_tokens "
+                "alpha_every", "temperature min_pages dense_layers")
     if not args.bench and not args.calibrate and args.prompt is None:
         p.error("--prompt: give the text to continue (or --bench, or --calibrate)")
     try:

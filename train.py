@@ -28,6 +28,7 @@ Deviations from the paper:
 import argparse
 import json
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -35,6 +36,7 @@ import string
 import sys
 import time
 import warnings
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -44,11 +46,12 @@ from sparrow import (Actor, Config, Controller, Model, Rollout, Schedule, chunke
                      gather_logprobs, load_with_tokenizer, lora_on, make_lora, matrix_weights, save_lora, sparse_attend, tail,
                      token_logprobs, whole)
 from sparse_attn import DENSE
-from verify import grade_all, load_problems, parse_task
+from verify import check_flags, grade_all, load_problems, parse_task
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from tqdm import tqdm
@@ -169,9 +172,10 @@ def parse_args(argv=None):
         return args
     if args.resume:
         config = Path(args.out or defaults["out"]) / "config.json"
-        if not config.exists():
-            p.error(f"--resume: no run in '{config.parent}' (no config.json)")
-        saved = json.loads(config.read_text())
+        try:
+            saved = read_flags(config)
+        except ValueError as error:
+            p.error(f"--resume: no run in '{config.parent}' ({error})")
         free = {"out", "steps", "eval_every", "save_every", "keep", "rows", "pool_pages", "micro_tokens", "offload",
                 "gpu_memory", "device", "warm_dir"}
         for key in saved.keys() - free:
@@ -185,21 +189,34 @@ def parse_args(argv=None):
     return args
 
 
+def read_flags(path):
+    """A run's config.json -> its flags, checked for type and choice. Raises ValueError that names the file."""
+    try:
+        saved = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    if not isinstance(saved, dict):
+        raise ValueError(f"{path}: not a JSON object")
+    kinds = {float: (int, float), int: int, str: str, bool: bool, type(None): (str, type(None))}
+    flags = {f.name[2:].replace("-", "_"): f for f in FLAGS}
+    for key in (known := {k: v for k, v in saved.items() if k in flags}):
+        value, f = saved[key], flags[key]
+        if (not isinstance(value, kinds[type(f.default)]) or isinstance(value, bool) > isinstance(f.default, bool)
+                or f.choices and value not in f.choices):
+            raise ValueError(f"{path}: {key} is {json.dumps(value)}, which {f.name} does not take")
+    return known
+
+
 def _check_args(a, p):
-    for key in ("steps prompts samples oversample max_new_tokens rows page_size temperature lr minibatches cap micro_tokens "
-                "warm_tokens code_timeout grad_clip eval_samples eval_every save_every keep warm_lr alpha_every "
-                "lora_rank distill_lr max_skipped").split():
-        if not getattr(a, key) > 0:
-            p.error(f"--{key.replace('_', '-')} {getattr(a, key)}: must be above 0")
+    check_flags(a, p, "steps prompts samples oversample max_new_tokens rows page_size temperature lr minibatches cap "
+                "micro_tokens warm_tokens code_timeout grad_clip eval_samples eval_every save_every keep warm_lr alpha_every "
+                "lora_rank distill_lr max_skipped", "pool_pages min_pages dense_layers warmup clip_low clip_high weight_decay "
+                "warm_start warm_muon give_up eval overlong kl_ref distill gpu_memory")
     for key, high in (("budget", 1), ("tail", 0.5), ("mean_alpha", 0.9999), ("max_tv", 1), ("floor", a.cap)):
         if not 0 < getattr(a, key) <= high:
             p.error(f"--{key.replace('_', '-')} {getattr(a, key)}: must be in (0, {high}]")
     if not 0 <= a.tau < 1:
         p.error(f"--tau {a.tau}: must be in [0, 1); 0 holds the budget fixed")
-    for key in ("pool_pages min_pages dense_layers warmup clip_low clip_high weight_decay warm_start warm_muon give_up "
-                "eval overlong kl_ref distill gpu_memory").split():
-        if getattr(a, key) < 0:
-            p.error(f"--{key.replace('_', '-')} {getattr(a, key)}: must not be negative")
     if a.device == "cuda" and not torch.cuda.is_available():
         p.error("--device cuda: PyTorch sees no CUDA GPU here")
     if a.offload and (a.device == "cpu" or not torch.cuda.is_available()):
@@ -216,6 +233,8 @@ def _check_args(a, p):
         p.error(f"--overlong {a.overlong}: must not be over --max-new-tokens {a.max_new_tokens}")
     if a.correction in ("jackpot", "tv") and a.alpha_every > 1:
         p.error(f"--correction {a.correction} needs alpha at every token: give --alpha-every 1, not {a.alpha_every}")
+    if a.minibatches > a.prompts:
+        p.error(f"--minibatches {a.minibatches}: must not be over --prompts {a.prompts}, for groups stay whole")
     if a.samples == 1:
         p.error("--samples 1: a group of one has no spread, so nothing could be learned; give 2 or more")
 
@@ -799,14 +818,19 @@ def load_policy(args, out, device, checkpoint=None):
     name, warm = checkpoint or args.model or out / "builtin", Path(args.warm_dir or out / "warm")
     found = not checkpoint and args.warm_start and (warm / "warm.json").exists()
     if found:
-        if json.loads((warm / "warm.json").read_text()) != warm_recipe(args):
+        try:
+            recipe = json.loads((warm / "warm.json").read_text())
+        except (ValueError, RecursionError):
+            recipe = "unreadable"
+        if recipe != warm_recipe(args):
             raise ValueError(f"'{warm}' holds a warm start made with other flags (see its warm.json); give another --warm-dir, "
                              "or delete it")
         say(f"warm start: found in {warm}")
         name = warm
     elif name == out / "builtin":
         if not rank():
-            build_tiny(name, args.seed)
+            with writing(name):
+                build_tiny(name, args.seed)
         wait()
     policy = load_with_tokenizer(name, "cpu" if dist.is_initialized() else device)
     policy.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -913,26 +937,32 @@ def save(out, done, policy, optimizer, controller, lora, keep):
     if not rank():
         shutil.rmtree(part, ignore_errors=True)
     wait()
-    policy.save_pretrained(part, write=not rank())
-    dcp.save(adam_state(policy, optimizer), checkpoint_id=part / "optimizer", no_dist=not dist.is_initialized())
-    if not rank():
-        state = dict(step=done, controller=controller.state_dict())
-        if lora:
-            pairs, lora_optimizer = lora
-            state |= dict(lora={k: [x.detach() for x in pair] for k, pair in pairs.items()},
-                          lora_optimizer=lora_optimizer.state_dict())
-            save_lora(pairs, part / "sparse_actor")
-        torch.save(state, part / "trainer.pt")
-        files = [f for f in part.rglob("*") if f.is_file()]
-        (part / "whole.json").write_text(json.dumps({str(f.relative_to(part)): f.stat().st_size for f in files}))
-        for path in (*part.rglob("*"), part):
-            _sync(path)
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(part, final)
-        _sync(out)
-        for old in sorted(out.glob("step-*"))[:-keep]:
-            shutil.rmtree(old)
+    with writing(final):
+        policy.save_pretrained(part, write=not rank())
+        dcp.save(adam_state(policy, optimizer), checkpoint_id=part / "optimizer", no_dist=not dist.is_initialized())
+        if not rank():
+            _finish(part, final, dict(step=done, controller=controller.state_dict()), lora)
+            for old in sorted(out.glob("step-*"))[:-keep]:
+                shutil.rmtree(old)
     wait()
+
+
+def _finish(part, final, state, lora):
+    """What one process writes, and the renaming."""
+    if lora:
+        pairs, lora_optimizer = lora
+        state |= dict(lora={k: [x.detach() for x in pair] for k, pair in pairs.items()},
+                      lora_optimizer=lora_optimizer.state_dict())
+        save_lora(pairs, part / "sparse_actor")
+    with open(part / "trainer.pt", "wb") as file:
+        torch.save(state, file)
+    files = [f for f in part.rglob("*") if f.is_file()]
+    (part / "whole.json").write_text(json.dumps({str(f.relative_to(part)): f.stat().st_size for f in files}))
+    for path in (*part.rglob("*"), part):
+        _sync(path)
+    shutil.rmtree(final, ignore_errors=True)
+    os.replace(part, final)
+    _sync(final.parent)
 
 
 def adam_state(policy, optimizer):
@@ -941,6 +971,29 @@ def adam_state(policy, optimizer):
         return dict(step=torch.tensor(0.0), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
     with torch.no_grad():
         return {name: optimizer.state.get(p) or fresh(p) for name, p in policy.named_parameters()}
+
+
+@contextmanager
+def writing(path):
+    """A full disk, or what else keeps `path` from being written inside, becomes an OSError that names it."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError, dcp.CheckpointException) as error:
+        cause = error.__context__ if isinstance(error, RuntimeError) else error  # torch.save hides the file's error so,
+        if isinstance(error, dcp.CheckpointException):                           # and dcp each rank's
+            cause = next(iter(error.failures.values()))[0]
+        if not isinstance(cause, (OSError, SafetensorError)):
+            raise
+        raise OSError(f"'{path}' cannot be written: {cause}") from error
+
+
+def write_whole(path, text):
+    """Written aside, then renamed: at no time is what was there lost, or what comes half there."""
+    part = path.with_name(f".{path.name}.part")
+    with writing(path):
+        part.write_text(text)
+        _sync(part)
+        os.replace(part, path)
 
 
 def _sync(path):
@@ -952,17 +1005,23 @@ def _sync(path):
 
 
 def restore(checkpoint, policy, optimizer, controller, lora, device):
-    """Optimizers, controller and LoRA as they were -> steps done."""
-    state, adam = torch.load(checkpoint / "trainer.pt", map_location=device, weights_only=True), adam_state(policy, optimizer)
-    dcp.load(adam, checkpoint_id=checkpoint / "optimizer", no_dist=not dist.is_initialized())
+    """Optimizers, controller and LoRA as they were -> steps done. Raises ValueError that names the checkpoint."""
+    adam = adam_state(policy, optimizer)
+    try:
+        state = torch.load(checkpoint / "trainer.pt", map_location=device, weights_only=True)
+        dcp.load(adam, checkpoint_id=checkpoint / "optimizer", no_dist=not dist.is_initialized())
+        if lora:
+            for name, pair in lora[0].items():
+                for mine, saved in zip(pair, state["lora"][name]):
+                    mine.data.copy_(saved)
+            lora[1].load_state_dict(state["lora_optimizer"])
+        controller.load_state_dict({k: v.cpu() if torch.is_tensor(v) else v for k, v in state["controller"].items()})
+        done = int(state["step"])
+    except (RuntimeError, pickle.UnpicklingError, EOFError, LookupError, TypeError, ValueError, dcp.CheckpointException) as error:
+        raise ValueError(f"checkpoint '{checkpoint}' cannot be read ({type(error).__name__}: {str(error)[:200]}); delete it, "
+                         "and --resume takes the one before") from None
     optimizer.state.update({p: adam[name] for name, p in policy.named_parameters()})
-    if lora:
-        for name, pair in lora[0].items():
-            for mine, saved in zip(pair, state["lora"][name]):
-                mine.data.copy_(saved)
-        lora[1].load_state_dict(state["lora_optimizer"])
-    controller.load_state_dict({k: v.cpu() if torch.is_tensor(v) else v for k, v in state["controller"].items()})
-    return state["step"]
+    return done
 
 
 def newest_checkpoint(out):
@@ -979,15 +1038,19 @@ def newest_checkpoint(out):
     raise ValueError(f"--resume: no whole checkpoint (step-*) in '{out}'")
 
 
-def read_metrics(path, done):
-    """What the run wrote up to step `done`; a last line that a kill has cut is left out."""
-    found = []
-    for line in path.read_text().splitlines() if path.exists() else ():
+def read_metrics(path):
+    """A run's metrics, step by step; a last line that a kill has cut is left out. Raises ValueError naming file and line."""
+    found, lines = [], path.read_text(errors="replace").split("\n")
+    for i, line in enumerate(lines[:-1], 1):
         try:
-            found.append(json.loads(line))
-        except ValueError:
-            break
-    return [m for m in found if m["step"] <= done]
+            m = json.loads(line)
+            flat = [x for v in m.values() for x in (v if isinstance(v, list) else [v])]
+            if type(m["step"]) is not int or not all(type(x) is float or type(x) is int and abs(x) < 2**63 for x in flat):
+                raise ValueError("not numbers alone")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{path}, line {i}: not the metrics of a step ({type(error).__name__}: {error})") from None
+        found.append(m)
+    return found
 
 
 def stop_signals():
@@ -1010,7 +1073,7 @@ def readable(m):
     """The line printed for a step; README explains every number."""
     line = f"step {m['step']:4d}"
     if "reward" in m:
-        worst = min(t for t in m["tail_by_bin"] if t == t)
+        worst = min((t for t in m["tail_by_bin"] if t == t), default=float("nan"))  # none: the weights have become NaN
         line += (f" | reward {m['reward']:.3f} | length {m['length']:6.1f} | alpha tail {m['alpha_tail']:.3f} worst bin "
                  f"{worst:.3f} mean {m['alpha_mean']:.4f} | reads {m['kv_read']:5.1%} of KV | kl {m['kl']:.1e} | rollout "
                  f"{m['rollout_s']:.1f}s ({m['tokens_per_s']:,.0f} tok/s) train {m['train_s']:.1f}s")
@@ -1061,8 +1124,7 @@ def plot(history, args, path):
 def read_run(folder):
     """(flags, metrics) of a run's folder. Raises ValueError that names it."""
     try:
-        flags = json.loads((folder / "config.json").read_text())
-        history = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        flags, history = read_flags(folder / "config.json"), read_metrics(folder / "metrics.jsonl")
     except (OSError, ValueError) as error:
         raise ValueError(f"--plot {folder}: not a run's config.json and metrics.jsonl ({error})") from None
     if not history:
@@ -1097,7 +1159,8 @@ def plot_runs(folders, path):
             a.fill_between(steps, low, high, alpha=0.2, color=line.get_color())
         a.set(title=title, xlabel="step")
     fig.axes[0].legend(fontsize=8)
-    fig.savefig(path, dpi=110)
+    with writing(path):
+        fig.savefig(path, dpi=110)
     print(f"{path}: {len(folders)} runs, {len(groups)} configurations")
 
 
@@ -1105,7 +1168,7 @@ def summary(history, args, actor, n_held_out, longest, started):
     """The run in plain words."""
     trained, evals = [m for m in history if "reward" in m], [m["eval"] for m in history if "eval" in m]
     first, last, out = trained[0], trained[-1], Path(args.out)
-    reached = [i for i, t in enumerate(last["tail_by_bin"]) if t == t]
+    reached = [i for i, t in enumerate(last["tail_by_bin"]) if t == t] or [0]
     print("\nDone.")
     if evals:
         print(f"  Accuracy of the dense policy on {n_held_out} held-out problems: {evals[0]:.3f} before, {evals[-1]:.3f} "
@@ -1167,8 +1230,9 @@ def set_up(args, out):
         if not rank():
             warm_start(policy.to(device), args, device)
             folder = Path(args.warm_dir or out / "warm")
-            policy.save_pretrained(folder)
-            (folder / "warm.json").write_text(json.dumps(warm_recipe(args), indent=1))
+            with writing(folder):
+                policy.save_pretrained(folder)
+            write_whole(folder / "warm.json", json.dumps(warm_recipe(args), indent=1))
         wait()
         policy, _ = load_policy(args, out, device) if rank() else (policy, True)
     policy = shard(policy, device, args.offload)
@@ -1182,12 +1246,12 @@ def set_up(args, out):
         lora = pairs, torch.optim.AdamW([x for pair in pairs.values() for x in pair], lr=args.distill_lr, weight_decay=0.0)
     if checkpoint:
         done = restore(checkpoint, policy, optimizer, controller, lora, device)
-        history = read_metrics(out / "metrics.jsonl", done)
+        history = [m for m in read_metrics(out / "metrics.jsonl") if m["step"] <= done]
     if not rank():
         out.mkdir(parents=True, exist_ok=True)
         flags = {k: v for k, v in vars(args).items() if k not in ("parser", "resume", "plot", "plot_out")}
-        (out / "config.json").write_text(json.dumps(flags, indent=1))
-        (out / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in history))
+        write_whole(out / "config.json", json.dumps(flags, indent=1))
+        write_whole(out / "metrics.jsonl", "".join(json.dumps(m) + "\n" for m in history))
     return policy, reference, optimizer, lora, actor, controller, problems, held_out, longest, done, history
 
 
@@ -1200,12 +1264,12 @@ def main(argv=None):
         policy, reference, optimizer, lora, actor, controller, problems, held_out, longest, done, history = set_up(args, out)
     except (ValueError, OSError) as error:
         args.parser.error(str(error))
-    device, schedule, plotted = actor.device, controller.schedule, time.perf_counter()
+    device, schedule, plotted, saved = actor.device, controller.schedule, time.perf_counter(), done or None
 
     def record(m):
         history.append(m)
         if not rank():
-            with (out / "metrics.jsonl").open("a") as f:
+            with writing(out / "metrics.jsonl"), (out / "metrics.jsonl").open("a") as f:
                 f.write(json.dumps(m) + "\n")
             print(readable(m))
 
@@ -1263,13 +1327,15 @@ def main(argv=None):
             stops.append(0)
         if done % args.save_every == 0 or done == args.steps or gather(stops):
             save(out, done, policy, optimizer, controller, lora, args.keep)
+            saved = done
         if not rank() and (time.perf_counter() - plotted > 20 or done == args.steps):
-            plot(history, args, out / "run.png")
+            with writing(out / "run.png"):
+                plot(history, args, out / "run.png")
             plotted = time.perf_counter()
     for number, handler in before.items():
         signal.signal(number, handler)
     if done < args.steps:
-        if not done:
+        if saved != done:
             save(out, done, policy, optimizer, controller, lora, args.keep)
         say(f"stopped after {done} of {args.steps} steps; --resume --out {out} goes on")
         sys.exit(128 + stopping[0] if stopping[0] else 1)
@@ -1282,3 +1348,8 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:
         sys.exit(130)
+    except torch.OutOfMemoryError as error:
+        sys.exit(f"train.py: error: {str(error).split('.')[0]}. Try --offload, or a smaller --gpu-memory to plan for, --rows or "
+                 "--max-new-tokens; --resume goes on from the last checkpoint")
+    except OSError as error:  # full or failing disks: bad input has ended earlier
+        sys.exit(f"train.py: error: {error}; once that is mended, --resume goes on from the last checkpoint")

@@ -168,9 +168,11 @@ def _rows(spec):
         if line.strip():
             where = f"{spec}, line {number}"
             try:
-                yield where, json.loads(line)
+                row = json.loads(line)
+                json.dumps(row, ensure_ascii=False).encode()  # "\ud800" alone is JSON, but no text: tokenizers refuse it
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{where}: {error}") from None
+            yield where, row
 
 
 def _load_hub(spec):
@@ -1037,6 +1039,22 @@ def report(m, n):
 # ---- python verify.py -------------------------------------------------------------------------------------------
 
 
+def check_flags(args, parser, positive, not_negative):
+    """End with a message at a value that no command takes: nan, infinity, a number that over- or underflows, empty text; or that
+    these flags (keys of args, with spaces between) do not."""
+    for key, given in vars(args).items():
+        flag = f"--{key.replace('_', '-')}"
+        for x in given if isinstance(given, list) and given else [given]:
+            if x in ("", []):  # argparse reads "--flag=--" as no value at all
+                parser.error(f"{flag}: a value is missing")
+            if isinstance(x, float) and x and not 1e-38 < abs(x) < 1e38:
+                parser.error(f"{flag} {x}: must be finite, also in single precision")
+            if isinstance(x, int) and abs(x) >= (2**63 if key == "seed" else 2**31):
+                parser.error(f"{flag} {x}: too large")
+            if x is not None and (key in positive.split() and x <= 0 or key in not_negative.split() and x < 0):
+                parser.error(f"{flag} {x}: must {'be above 0' if key in positive.split() else 'not be negative'}")
+
+
 def parse_args(argv=None):
     import argparse
     p = argparse.ArgumentParser(prog="verify.py", allow_abbrev=False, description=main.__doc__)
@@ -1073,11 +1091,10 @@ def parse_args(argv=None):
         p.error("--model: say on what, by either --task or --data")
     if args.grade and (args.task or args.data):
         p.error("--grade: its rows hold the problems; leave out --task and --data")
-    least = dict(n=1, max_new_tokens=1, rows=1, page_size=1, timeout=0.1, limit=0, temperature=0, min_pages=0,
-                 dense_layers=0)
-    for key, lowest in least.items():
-        if not getattr(args, key) >= lowest:
-            p.error(f"--{key.replace('_', '-')} {getattr(args, key)}: must be at least {lowest}")
+    check_flags(args, p, "n max_new_tokens rows page_size timeout k", "limit temperature min_pages dense_layers")
+    files = [os.path.realpath(path) for path in (args.json, args.save, args.grade, args.data) if path]
+    if twice := [path for path in files if files.count(path) > 1]:
+        p.error(f"--json or --save {twice[0]}: another flag's file too, which would be overwritten")
     if not 0 < args.budget <= 1:
         p.error(f"--budget {args.budget}: must be in (0, 1]; 1 is dense")
     return args
@@ -1116,11 +1133,16 @@ def main(argv=None):
         facts["no_answer"] = sum(not x for x in answers) / len(answers)
     m = summarise(rewards, args.k or [k for k in (1, 4, 16) if k <= n]) | facts
     report(m, n if len(set(map(len, responses))) == 1 else "n")
-    with files[0] as summary, files[1] as samples:
-        summary.write(json.dumps(m, indent=1) + "\n")
-        for i, problem in enumerate(problems):
+    try:
+        if files[0]:
+            files[0].write(json.dumps(m, indent=1) + "\n")
+        for i, problem in enumerate(problems if files[1] else ()):
             row = {k: v for k, v in vars(problem).items() if v} | dict(responses=responses[i], rewards=rewards[i])
-            samples.write(json.dumps(row | ({"lengths": lengths[i]} if lengths else {})) + "\n")
+            files[1].write(json.dumps(row | ({"lengths": lengths[i]} if lengths else {})) + "\n")
+        for file in filter(None, files):
+            file.close()
+    except OSError as error:
+        sys.exit(f"verify.py: error: {' or '.join(filter(None, (args.json, args.save)))} cannot be written: {error}")
 
 
 if __name__ == "__main__":

@@ -36,6 +36,10 @@ def make_checkpoint(folder, kind, **changes):
     return hf
 
 
+def pytest_configure(config):
+    config.addinivalue_line("filterwarnings", "ignore:torch.distributed is disabled")  # checkpoints of one process
+
+
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory):
     """kind -> (folder, transformers model)"""

@@ -266,7 +266,7 @@ def test_plot_puts_runs_side_by_side(tmp_path, capsys):
     assert train.mean_and_band(histories, "reward") == ([1, 2], [2, 4], [1, 2], [3, 6])
     assert train.mean_and_band(histories, "eval") == ([0], [.25], [.25], [.25])
     assert train.mean_and_band(histories, "nothing") == ([], [], [], [])
-    for name, text in (("empty", ""), ("cut", '{"step": 0}\n{"ste')):
+    for name, text in (("empty", ""), ("cut", '{"step": 0}\n{"ste\n')):
         (some_run(tmp_path / name, []) / "metrics.jsonl").write_text(text)
         assert str(tmp_path / name) in refusal(capsys, "--plot", runs[0], tmp_path / name)
     assert "nowhere" in refusal(capsys, "--plot", runs[0], "--plot-out", tmp_path / "nowhere" / "x.png")
