@@ -277,7 +277,8 @@ class Model(nn.Module):
             with torch.device("meta"):  # allocates nothing: what fails here are numbers that fit no model
                 model = cls(config, hf, tokenizer, generation)
         except (TypeError, ZeroDivisionError, RuntimeError) as error:
-            raise ValueError(f"model folder '{folder}': no model can be made of its config.json ({str(error)[:200]})") from error
+            raise ValueError(f"model folder '{folder}': no model can be made of its config.json "
+                             f"({str(error)[:200]})") from error
         model.load_state_dict(read_weights(folder, model, device), assign=True)
         if model.config.tied:
             model.lm_head.weight = model.model.embed_tokens.weight
@@ -561,7 +562,8 @@ class Schedule:
             fields = json.loads(path.read_text())
             schedule = cls(tuple(fields.pop("bins")), **fields)
             whole = (*schedule.bins, schedule.bin_tokens, schedule.page_size, schedule.min_pages)
-            if not schedule.bins or any(type(x) is not int or not i < x < 2**31 for i, x in zip([*[0] * (len(whole) - 1), -1], whole)):
+            least = [1] * (len(whole) - 1) + [0]
+            if not schedule.bins or any(type(x) is not int or not low <= x < 2**31 for x, low in zip(whole, least)):
                 raise ValueError("bins, bin_tokens, page_size and min_pages must be whole numbers, and bins not empty")
             if schedule.share is not None and not 0 < schedule.share <= 1:
                 raise ValueError("share must be in (0, 1]")
@@ -625,7 +627,7 @@ class Controller:
     Old evidence fades when the budget it was gathered under moves. The budget applied is the running maximum over
     bins: later positions never read less. A bin nobody reached holds its start or its neighbour's.
 
-    control="mean" holds the mean of the violation 1 - alpha at epsilon instead, for comparison: e is then that mean, not a rate.
+    control="mean" holds the mean of the violation 1 - alpha at epsilon instead, for comparison: e is that mean, not a rate.
 
     Without the two guards on release and the running maximum, this is adaptive conformal inference (Gibbs and Candes,
     2021) with its bound: mean exceedance <= epsilon + (u_max + eta - u_1) / (eta * steps) for any sequence whatever.

@@ -163,6 +163,8 @@ def parse_args(argv=None):
         note = f" (default {f.default}" + (")" if f.builtin is None else f"; {f.builtin} for the built-in model)")
         p.add_argument(f.name, type=kind, choices=f.choices, metavar=kind.__name__.upper(), help=f.help + note)
     p.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out, with its flags")
+    p.add_argument("--allow-changes", action="store_true", help="with --resume: take the flags given here, though they make it "
+                   "another run than the one that was begun")
     p.add_argument("--plot", nargs="+", metavar="DIR", help="train nothing: draw these runs' metrics side by side; runs that "
                    "differ in their seed only become one line (mean) and band (least to largest)")
     p.add_argument("--plot-out", default="runs.png", metavar="FILE", help="where --plot draws (default runs.png)")
@@ -178,10 +180,10 @@ def parse_args(argv=None):
             p.error(f"--resume: no run in '{config.parent}' ({error})")
         free = {"out", "steps", "eval_every", "save_every", "keep", "rows", "pool_pages", "micro_tokens", "offload",
                 "gpu_memory", "device", "warm_dir"}
-        for key in saved.keys() - free:
+        for key in saved.keys() - free if not args.allow_changes else ():
             if getattr(args, key) not in (None, saved[key]):
                 p.error(f"--resume: --{key.replace('_', '-')} is {saved[key]} in that run, given {getattr(args, key)}; "
-                        "leave it out, or start a new run with another --out")
+                        "leave it out, start a new run with another --out, or give --allow-changes")
     for key, default in (defaults if args.model or saved.get("model") else builtins).items():
         if getattr(args, key) is None:
             setattr(args, key, saved.get(key, default))
@@ -318,7 +320,8 @@ def plan_memory(config, context, free, args, ranks=1):
         gathered = 8 * (embedding * (1 if c.tied else 2) + 2 * layer)            # fp32, with gradients
         state = 0 if args.offload else (16 + 4 * bool(args.kl_ref)) * weights // ranks
         return dict(policy=state + (gathered if ranks > 1 or args.offload else 0), actor=2 * weights,
-                    passes=5 * head + token * micro, rollouts=samples * kept + rows * (kept + 16 * args.max_new_tokens), other=GiB)
+                    passes=5 * head + token * micro, other=GiB,
+                    rollouts=samples * kept + rows * (kept + 16 * args.max_new_tokens))
 
     rows, micro = min(args.rows, samples), max(args.micro_tokens, context)
     while True:
@@ -1017,7 +1020,8 @@ def restore(checkpoint, policy, optimizer, controller, lora, device):
             lora[1].load_state_dict(state["lora_optimizer"])
         controller.load_state_dict({k: v.cpu() if torch.is_tensor(v) else v for k, v in state["controller"].items()})
         done = int(state["step"])
-    except (RuntimeError, pickle.UnpicklingError, EOFError, LookupError, TypeError, ValueError, dcp.CheckpointException) as error:
+    except (RuntimeError, pickle.UnpicklingError, EOFError, LookupError, TypeError, ValueError,
+            dcp.CheckpointException) as error:
         raise ValueError(f"checkpoint '{checkpoint}' cannot be read ({type(error).__name__}: {str(error)[:200]}); delete it, "
                          "and --resume takes the one before") from None
     optimizer.state.update({p: adam[name] for name, p in policy.named_parameters()})
@@ -1249,7 +1253,7 @@ def set_up(args, out):
         history = [m for m in read_metrics(out / "metrics.jsonl") if m["step"] <= done]
     if not rank():
         out.mkdir(parents=True, exist_ok=True)
-        flags = {k: v for k, v in vars(args).items() if k not in ("parser", "resume", "plot", "plot_out")}
+        flags = {k: v for k, v in vars(args).items() if k not in ("parser", "resume", "allow_changes", "plot", "plot_out")}
         write_whole(out / "config.json", json.dumps(flags, indent=1))
         write_whole(out / "metrics.jsonl", "".join(json.dumps(m) + "\n" for m in history))
     return policy, reference, optimizer, lora, actor, controller, problems, held_out, longest, done, history
@@ -1349,7 +1353,7 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         sys.exit(130)
     except torch.OutOfMemoryError as error:
-        sys.exit(f"train.py: error: {str(error).split('.')[0]}. Try --offload, or a smaller --gpu-memory to plan for, --rows or "
-                 "--max-new-tokens; --resume goes on from the last checkpoint")
+        sys.exit(f"train.py: error: {str(error).split('.')[0]}. Try --offload, or a smaller --gpu-memory to plan for, "
+                 "--rows or --max-new-tokens; --resume goes on from the last checkpoint")
     except OSError as error:  # full or failing disks: bad input has ended earlier
         sys.exit(f"train.py: error: {error}; once that is mended, --resume goes on from the last checkpoint")

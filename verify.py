@@ -1040,8 +1040,8 @@ def report(m, n):
 
 
 def check_flags(args, parser, positive, not_negative):
-    """End with a message at a value that no command takes: nan, infinity, a number that over- or underflows, empty text; or that
-    these flags (keys of args, with spaces between) do not."""
+    """End with a message at a value that no command takes: nan, infinity, a number that over- or underflows, empty text; or
+    that these flags (keys of args, with spaces between) do not."""
     for key, given in vars(args).items():
         flag = f"--{key.replace('_', '-')}"
         for x in given if isinstance(given, list) and given else [given]:

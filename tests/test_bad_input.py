@@ -27,8 +27,9 @@ import verify
 TIMES = int(os.environ.get("SPARROW_FUZZ", 1))
 INTS = ["0", "-1", "-7", "1", "2", "3", "4099", "2147483648", str(2**63), str(10**30), "-" + "9" * 30, "9" * 5000]
 FLOATS = ["nan", "inf", "-inf", "1e400", "-0.0", "1e-300", "1e300", "0.5", "2.5", "1e-45", "NaN", "-1e-9"]
-TEXTS = ["", " ", "x", "-", "--", "0x10", "1e", "1_0", "１２", "é\u202e🐦", "\udcff", "None", "true", "[1]", "{}", "%s", "a/b/c",
-         "~", ".", "..", "hub:", "chain:", "chain:,", "chain:9,9,9,9", "chain:-1,2,3", "countdown:7,7", "countdown:3,0", "y" * 300]
+TEXTS = ["", " ", "x", "-", "--", "0x10", "1e", "1_0", "１２", "é\u202e🐦", "\udcff", "None", "true", "[1]", "{}", "%s",
+         "a/b/c", "~", ".", "..", "hub:", "chain:", "chain:,", "chain:9,9,9,9", "chain:-1,2,3", "countdown:7,7",
+         "countdown:3,0", "y" * 300]
 
 
 class Started(Exception):
@@ -64,7 +65,8 @@ def check(cases):
     """cases: (what was given, call, and the rest of fault_of's arguments)."""
     faults = [f"{given}\n{fault}" for given, *case in cases if (fault := fault_of(*case))]
     if faults:
-        pytest.fail(f"{len(faults)} of {len(cases)} cases\n" + "\n".join(f"{f[:200]}\n... {f[-700:]}" for f in faults[:10]), pytrace=False)
+        shown = "\n".join(f"{f[:200]}\n... {f[-700:]}" for f in faults[:10])
+        pytest.fail(f"{len(faults)} of {len(cases)} cases\n{shown}", pytrace=False)
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +159,8 @@ def broken_bytes(rng, data):
 def values(rng, root):
     """Something to give to a flag."""
     kind = rng.randrange(5)
-    files = [root, root / "binary", root / "empty", root / "nowhere", root / "other.jsonl", root / "binary" / "x", "/proc/self/mem"]
+    files = [root, root / "binary", root / "empty", root / "nowhere", root / "other.jsonl", root / "binary" / "x",
+             "/proc/self/mem"]
     return str(rng.choice((INTS, FLOATS, TEXTS, files, INTS + FLOATS)[kind]))
 
 
@@ -169,7 +172,8 @@ def not_finite(changed):
     """Is a number among them that no flag takes?"""
     free = {f.name for f in train.FLAGS if not isinstance(f.default, (int, float))} | set(
         "--prompt --json --save --grade --plot-out --on".split())
-    return "--plot" not in changed and any(v.strip("-").lower() in ("nan", "inf", "1e400", "1e300", "1e-300") for k, v in changed.items() if k not in free)
+    wild = ("nan", "inf", "1e400", "1e300", "1e-300")
+    return "--plot" not in changed and any(v.strip("-").lower() in wild for k, v in changed.items() if k not in free)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -181,7 +185,8 @@ def test_command_lines_of_train(seed, given, at_the_door, tmp_path):
         changed = {rng.choice(train.FLAGS).name: values(rng, given) for _ in range(rng.choice([1, 1, 2]))}
         if rng.random() < 0.1:
             changed[rng.choice(["--resume", "--plot", "--plot-out", "--nosuch", "", "x"])] = values(rng, given)
-        base = {"--device": "cpu", "--data": given / "good.jsonl", "--model": given / "model", "--warm-start": 0, "--prompts": 2,
+        base = {"--device": "cpu", "--data": given / "good.jsonl", "--model": given / "model", "--warm-start": 0,
+                "--prompts": 2,
                 "--samples": 2, "--max-new-tokens": 24, "--out": tmp_path / f"out{i}"}
         argv = [f"{k}={v}" for k, v in (base | changed).items()]
         cases.append((changed, lambda argv=argv: train.main(argv), names(changed), not_finite(changed)))
@@ -319,7 +324,8 @@ def finished(given, tmp_path_factory):
 @pytest.mark.parametrize("seed", range(3))
 def test_folders_of_runs(seed, finished, monkeypatch, tmp_path):
     """One file of a run damaged or gone, then --plot or --resume: it goes on, or the message names the folder."""
-    files = [finished / "config.json", finished / "metrics.jsonl", *(f for f in (finished / "step-000002").rglob("*") if f.is_file())]
+    files = [finished / "config.json", finished / "metrics.jsonl"]
+    files += [f for f in (finished / "step-000002").rglob("*") if f.is_file()]
     cases, out = [], tmp_path / "run"
 
     def read(name, data, argv):
@@ -400,7 +406,8 @@ def test_a_full_disk_costs_no_step(module, name, after, straight, tmp_path, monk
     if list(tmp_path.glob("step-*")):
         goes_on(tmp_path, weights)
     else:
-        check([("--resume", lambda: train.main(["--resume", "--out", str(tmp_path)]), ["no whole checkpoint", "no run in"], True)])
+        check([("--resume", lambda: train.main(["--resume", "--out", str(tmp_path)]),
+                ["no whole checkpoint", "no run in"], True)])
 
 
 def child(argv, **how):
@@ -471,7 +478,8 @@ def test_verify_never_writes_over_what_it_reads(given, tmp_path, monkeypatch):
     file, link = tmp_path / "r.jsonl", tmp_path / "link"
     shutil.copy(given / "good.jsonl", file)
     link.symlink_to(file)
-    argvs = [["--grade", file, "--save", file], ["--grade", file, "--json", link], ["--grade", file, "--json", "/x/y", "--save", "/x/y"],
+    argvs = [["--grade", file, "--save", file], ["--grade", file, "--json", link],
+             ["--grade", file, "--json", "/x/y", "--save", "/x/y"],
              ["--model", given / "model", "--data", file, "--save", link]]
     check([(argv, lambda argv=argv: verify.main([*map(str, argv)]), ["--save"], True) for argv in argvs])
     assert file.read_bytes() == (given / "good.jsonl").read_bytes()

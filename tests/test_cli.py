@@ -136,6 +136,7 @@ def test_resume_is_exact(straight, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(verify, "grade", text_reward)
     run(tmp_path, "--steps", 2)
     assert "--lr" in refusal(capsys, "--resume", "--out", tmp_path, "--lr", "0.5"), "a changed flag is named"
+    assert train.parse_args(["--resume", "--allow-changes", "--out", str(tmp_path), "--lr", "0.5"]).lr == 0.5
     train.main(["--resume", "--out", str(tmp_path), "--steps", "4"])
     for a, b in zip(metrics(straight), metrics(tmp_path), strict=True):
         assert {k: str(v) for k, v in a.items() if k not in CLOCKS} == {k: str(v) for k, v in b.items() if k not in CLOCKS}
@@ -165,7 +166,7 @@ def test_gradients_that_stay_infinite_stop_the_run_with_a_checkpoint(straight, t
     """Each such update is skipped and counted; the weights stay what they were."""
     monkeypatch.setattr(verify, "grade", text_reward)
     loss = train.policy_loss
-    monkeypatch.setattr(train, "policy_loss", lambda *a, **k: (lambda found: (found[0] * float("nan"), found[1]))(loss(*a, **k)))
+    monkeypatch.setattr(train, "policy_loss", lambda *a: (lambda found: (found[0] * float("nan"), found[1]))(loss(*a)))
     with pytest.raises(SystemExit) as stopped:
         run(tmp_path, "--warm-dir", straight / "warm", "--eval", 0, "--max-skipped", 2, "--steps", 9)
     assert stopped.value.code == 1 and "--max-skipped" in capsys.readouterr().err
@@ -209,7 +210,7 @@ def test_stopped_in_the_middle_it_ends_the_same(number, status, undisturbed, tmp
 def test_the_ablations_resume_exactly_too(straight, tmp_path, monkeypatch):
     """Faults: --kl-ref pulling to the checkpoint resumed from, not to the start; --oversample that keeps or counts wrongly."""
     monkeypatch.setattr(verify, "grade", text_reward)
-    more = ("--oversample 2 --kl-ref 0.1 --control mean --correction jackpot --adv none --minibatches 2 --eval 0 --steps").split()
+    more = "--oversample 2 --kl-ref 0.1 --control mean --correction jackpot --adv none --minibatches 2 --eval 0 --steps".split()
     for name, steps in (("one", 2), ("two", 1)):
         run(tmp_path / name, "--warm-dir", straight / "warm", *more, steps)
     train.main(["--resume", "--out", str(tmp_path / "two"), "--steps", "2"])
@@ -230,7 +231,8 @@ def test_six_steps_are_three_and_three_with_everything_on(straight, tmp_path, mo
         run(tmp_path / name, *more, "--distill", 1, "--lora-rank", 4, "--steps", steps)
     train.main(["--resume", "--out", str(tmp_path / "two"), "--steps", "6"])
     one, two = (torch.load(tmp_path / x / "step-000006/trainer.pt", weights_only=True)["lora"] for x in ("one", "two"))
-    assert all(torch.equal(a, b) for name in one for a, b in zip(one[name], two[name])) and all(B.any() for _, B in one.values())
+    assert all(torch.equal(a, b) for name in one for a, b in zip(one[name], two[name]))
+    assert all(B.any() for _, B in one.values())
     a, b = (weights(tmp_path / x / "step-000006") for x in ("one", "two"))
     assert all(torch.equal(a[name], b[name]) for name in a)
     for m, w in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):

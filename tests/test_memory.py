@@ -33,7 +33,8 @@ def updated(tiny, scored, args, limit, monkeypatch):
 @pytest.mark.parametrize("minibatches", [1, 2])
 def test_out_of_memory_halves_the_passes_and_changes_nothing(tiny, scored, minibatches, monkeypatch, capsys):  # noqa: F811
     args = flags(minibatches=minibatches, micro_tokens=10**6)
-    whole, measured, stats, passes = updated(tiny, scored, flags(minibatches=minibatches, micro_tokens=10**6), 10**9, monkeypatch)
+    undisturbed = flags(minibatches=minibatches, micro_tokens=10**6)
+    whole, measured, stats, passes = updated(tiny, scored, undisturbed, 10**9, monkeypatch)
     halved, measured2, stats2, passes2 = updated(tiny, scored, args, 150, monkeypatch)
     assert len(passes) == minibatches and max(passes2) <= 150 and args.micro_tokens <= 150
     assert f"--micro-tokens {args.micro_tokens}" in capsys.readouterr().err
@@ -50,9 +51,9 @@ def test_a_single_sequence_that_does_not_fit_is_an_error(tiny, scored, monkeypat
 
 
 def plan(free, context=16384, ranks=1, **changes):
-    return train.plan_memory(Config.from_hf(model_shape("Qwen2.5-1.5B")), context, int(free * GiB),
-                             flags(**dict(rows=256, prompts=32, samples=8, max_new_tokens=context - 512, page_size=16, pool_pages=0,
-                                          micro_tokens=16384, alpha_every=4, offload=False, kl_ref=0, oversample=1) | changes), ranks)
+    args = flags(**dict(rows=256, prompts=32, samples=8, max_new_tokens=context - 512, page_size=16, pool_pages=0,
+                        alpha_every=4, micro_tokens=16384, offload=False, kl_ref=0, oversample=1) | changes)
+    return train.plan_memory(Config.from_hf(model_shape("Qwen2.5-1.5B")), context, int(free * GiB), args, ranks)
 
 
 def test_the_plan_shrinks_with_the_memory():

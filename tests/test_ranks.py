@@ -58,7 +58,7 @@ def same(one, two, step, tolerance=1e-5):
     ("", "--minibatches 2 --distill 0.5 --lora-rank 2 --kl-ref 0.01"), (train.string.ascii_letters[:26], ""),
     (train.string.printable, "")])
 def test_two_ranks_give_what_one_gives(launch, tmp_path, flat, more):
-    """Faults: a token mean a rank, a seed a rank, a hang when one rank has no gradient (3 groups, 2 ranks), 0/0 when none has."""
+    """Faults: a token mean a rank, a seed a rank, a hang when one rank has no gradient (3 groups), 0/0 when none has."""
     for ranks, name in ((1, "one"), (2, "two")):
         launch(ranks, tmp_path / name, "--steps", 3, *more.split(), flat=flat)
     same(tmp_path / "one", tmp_path / "two", 3)
