@@ -298,8 +298,8 @@ def shard(model, device, offload):
 
 
 def plan_memory(config, context, free, args, ranks=1):
-    """What fits on a GPU with `free` bytes, sequences of `context` tokens -> (rows, pool pages, micro-batch tokens, bytes by
-    use). Rows and micro-batch start from --rows and --micro-tokens and are halved until there is room for the page pool.
+    """What fits on a GPU with `free` bytes, sequences of `context` tokens -> (rows, pool pages, tokens of a micro-batch, the
+    numbers in words). Rows and micro-batch start from --rows and --micro-tokens and are halved until the page pool has room.
 
     An estimate, meant to be a little high. Raises ValueError, with the numbers, when one sequence does not fit.
     """
@@ -311,7 +311,7 @@ def plan_memory(config, context, free, args, ranks=1):
     row_pages = -(-context // args.page_size) + 1
     samples = -(-args.prompts // ranks) * args.samples * args.oversample
     kept = -(-args.max_new_tokens // args.alpha_every) * c.hidden_size * 2       # hidden states of one sample
-    layer = (weights - embedding) // layers
+    layer = (matrix_weights(c) - embedding) // layers
 
     def use(rows, micro):
         head = 1024 * c.vocab_size * 4                                           # one chunk of logits
