@@ -1042,8 +1042,9 @@ def newest_checkpoint(out):
     raise ValueError(f"--resume: no whole checkpoint (step-*) in '{out}'")
 
 
-def read_metrics(path):
-    """A run's metrics, step by step; a last line that a kill has cut is left out. Raises ValueError naming file and line."""
+def read_metrics(path, needed=""):
+    """A run's metrics, step by step, with the `needed` ones in every trained step; a last line that a kill has cut is left
+    out. Raises ValueError naming file and line."""
     found, lines = [], path.read_text(errors="replace").split("\n")
     for i, line in enumerate(lines[:-1], 1):
         try:
@@ -1051,6 +1052,9 @@ def read_metrics(path):
             flat = [x for v in m.values() for x in (v if isinstance(v, list) else [v])]
             if type(m["step"]) is not int or not all(type(x) is float or type(x) is int and abs(x) < 2**63 for x in flat):
                 raise ValueError("not numbers alone")
+            if wrong := [k for k in m if isinstance(m[k], list) != k.endswith("_by_bin")] or "reward" in m and [
+                    k for k in needed.split() if k not in m]:
+                raise ValueError(f"{wrong[0]} is missing or of another shape")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path}, line {i}: not the metrics of a step ({type(error).__name__}: {error})") from None
         found.append(m)
@@ -1082,6 +1086,9 @@ def readable(m):
                  f"{worst:.3f} mean {m['alpha_mean']:.4f} | reads {m['kv_read']:5.1%} of KV | kl {m['kl']:.1e} | rollout "
                  f"{m['rollout_s']:.1f}s ({m['tokens_per_s']:,.0f} tok/s) train {m['train_s']:.1f}s")
     return line + (f" | eval {m['eval']:.3f}" if "eval" in m else "")
+
+
+PLOTTED = "bin_tokens tail_by_bin pages_by_bin length rollout_s train_s alpha_tail kv_read"  # and what summary says
 
 
 def plot(history, args, path):
@@ -1250,7 +1257,7 @@ def set_up(args, out):
         lora = pairs, torch.optim.AdamW([x for pair in pairs.values() for x in pair], lr=args.distill_lr, weight_decay=0.0)
     if checkpoint:
         done = restore(checkpoint, policy, optimizer, controller, lora, device)
-        history = [m for m in read_metrics(out / "metrics.jsonl") if m["step"] <= done]
+        history = [m for m in read_metrics(out / "metrics.jsonl", PLOTTED) if m["step"] <= done]
     if not rank():
         out.mkdir(parents=True, exist_ok=True)
         flags = {k: v for k, v in vars(args).items() if k not in ("parser", "resume", "allow_changes", "plot", "plot_out")}
