@@ -112,12 +112,14 @@ def _choose(scores, lengths, budgets, page_size, first, last):
     return scores.sort(dim=-1, descending=True, stable=True).indices, counts
 
 
+def _group_query(q, G):
+    """The sum over a group's R queries of q . landmark is one dot product with their sum. [B,H,...,D] -> [B,G,...,D] fp32"""
+    return q.unflatten(1, (G, -1)).float().sum(2)
+
+
 def select_pages_ref(q, landmarks, page_table, lengths, budgets, page_size=16, first=1, last=2):
-    (B, H, D), G = q.shape, landmarks.shape[1]
-    # The sum over a group's R queries of q . landmark is one dot product with the summed query.
-    q = q.view(B, G, H // G, D).float().sum(2)                                           # [B,G,D]
-    marks = F.embedding(page_table.long(), landmarks.view(-1, G * D)).view(B, -1, G, D)  # [B,P,G,D]
-    scores = torch.einsum("bgd,bpgd->bgp", q, marks.float())                             # [B,G,P]
+    marks = F.embedding(page_table.long(), landmarks.flatten(1)).unflatten(-1, landmarks.shape[1:])  # [B,P,G,D]
+    scores = torch.einsum("bgd,bpgd->bgp", _group_query(q, landmarks.shape[1]), marks.float())       # [B,G,P]
     order, counts = _choose(scores, lengths[:, None], budgets[:, None], page_size, first, last)
     K = int(counts.max())  # the widest row; a narrower one ignores what stands behind its count
     return order[..., :K].int(), counts[:, 0].int()
@@ -240,10 +242,10 @@ def _teacher_landmarks(k, C, S):
 
 def _teacher_scores(q, means, running, t0, S):
     """Page scores of queries t0..t0+C-1. q: [B,H,C,D]; means: [B,G,>=P,D]; running: [B,G,C,D] -> [B,G,C,P] fp32"""
-    (B, H, C, D), G = q.shape, means.shape[1]
+    (B, _, C, _), G = q.shape, means.shape[1]
     P = -(-(t0 + C) // S)
     query = torch.arange(t0, t0 + C, device=q.device)
-    q_sum = q.view(B, G, H // G, C, D).float().sum(2)                                    # [B,G,C,D]
+    q_sum = _group_query(q, G)                                                           # [B,G,C,D]
     scores = q_sum @ means[:, :, :P].float().transpose(-1, -2)                           # [B,G,C,P]
     own = (q_sum * running.float()).sum(-1, keepdim=True)                                # [B,G,C,1]
     return scores.scatter_(-1, (query // S).view(1, 1, C, 1).expand(B, G, C, 1), own)
