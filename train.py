@@ -1325,7 +1325,8 @@ def main(argv=None):
         m = dict(step=done, reward=sum(rewards) / len(rewards), reward_drawn=sum(graded) / len(graded),
                  solved=sum(r == 1 for r in rewards) / len(rewards), length=mean_length,
                  cut_off=sum(r.finish == "length" for r in everyone) / len(everyone), dropped=dropped)
-        m |= alpha_metrics(Measured(gather(measured)).rows(), controller.start, args) | budget_metrics(everyone, used) | stats
+        alphas = Measured(gather([(alpha.cpu(), weight.cpu()) for alpha, weight in measured]))
+        m |= alpha_metrics(alphas.rows(), controller.start, args) | budget_metrics(everyone, used) | stats
         m |= times | dict(tokens_per_s=sum(gather([len(r.ids) for r in drawn])) / max(gather([t1 - t0])),
                           lr=optimizer.param_groups[0]["lr"])
         if done % args.eval_every == 0 or done == args.steps:
