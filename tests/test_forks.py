@@ -120,7 +120,7 @@ def test_another_rule_for_the_budget(fork):
 
 
 def test_another_reward(fork, tmp_path, monkeypatch):
-    """Two steps of the built-in model, which solves nothing yet, move its weights; the metrics keep the task's reward."""
+    """Two steps of the built-in model run, the advantages see the bonus, and the metrics keep the task's reward."""
     forked, seen = fork(2)["train"], []
     plain = forked.advantages
     monkeypatch.setattr(forked, "advantages", lambda rewards, *how: seen.append(rewards) or plain(rewards, *how))
