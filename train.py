@@ -150,6 +150,10 @@ FLAGS = [
 ]
 
 
+# Flags that leave the mathematics as it is: a resumed run may change them, and runs that differ in them are the same to --plot.
+FREE = set("out steps eval_every save_every keep rows pool_pages micro_tokens offload gpu_memory device warm_dir".split())
+
+
 def parse_args(argv=None):
     """The command line -> args. Values not given come from the run being resumed, else they are the defaults."""
     p = argparse.ArgumentParser(prog="train.py", allow_abbrev=False, description=__doc__.split("\n")[0])
@@ -178,9 +182,7 @@ def parse_args(argv=None):
             saved = read_flags(config)
         except ValueError as error:
             p.error(f"--resume: no run in '{config.parent}' ({error})")
-        free = {"out", "steps", "eval_every", "save_every", "keep", "rows", "pool_pages", "micro_tokens", "offload",
-                "gpu_memory", "device", "warm_dir"}
-        for key in saved.keys() - free if not args.allow_changes else ():
+        for key in saved.keys() - FREE if not args.allow_changes else ():
             if getattr(args, key) not in (None, saved[key]):
                 p.error(f"--resume: --{key.replace('_', '-')} is {saved[key]} in that run, given {getattr(args, key)}; "
                         "leave it out, start a new run with another --out, or give --allow-changes")
@@ -1157,7 +1159,7 @@ def plot_runs(folders, path):
     groups = {}
     for folder in dict.fromkeys(map(Path, folders)):
         flags, history = read_run(folder)
-        same = {k: v for k, v in flags.items() if k not in ("seed", "out", "warm_dir")}
+        same = {k: v for k, v in flags.items() if k not in FREE | {"seed"}}
         groups.setdefault(json.dumps(same, sort_keys=True), []).append((folder, history))
     panels = dict(eval="held-out accuracy, dense policy", reward="reward, sparse actor", length="response length in tokens",
                   alpha_tail="tail of alpha", alpha_mean="mean of alpha", kv_read="share of the cached pages read")
@@ -1169,7 +1171,7 @@ def plot_runs(folders, path):
             line, = a.plot(steps, mean, ".-", label=f"{name}" + f", mean of {len(names)} runs" * (len(names) > 1))
             a.fill_between(steps, low, high, alpha=0.2, color=line.get_color())
         a.set(title=title, xlabel="step")
-    fig.axes[0].legend(fontsize=8)
+    fig.legend(*fig.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
     with writing(path):
         fig.savefig(path, dpi=110)
     print(f"{path}: {len(folders)} runs, {len(groups)} configurations")
