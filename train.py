@@ -27,6 +27,7 @@ Deviations from the paper:
 """
 import argparse
 import json
+import math
 import os
 import pickle
 import random
@@ -1154,27 +1155,41 @@ def mean_and_band(histories, key):
 
 
 def plot_runs(folders, path):
-    """--plot: runs side by side; those whose flags differ only in the seed (and in folders) are a mean and a band."""
+    """--plot: runs side by side, as a figure and a table; those whose flags differ only in the seed (and in folders) are a mean
+    and a band."""
     from matplotlib.figure import Figure
     groups = {}
     for folder in dict.fromkeys(map(Path, folders)):
         flags, history = read_run(folder)
         same = {k: v for k, v in flags.items() if k not in FREE | {"seed"}}
         groups.setdefault(json.dumps(same, sort_keys=True), []).append((folder, history))
+    groups = [(names[0] if len(names) == 1 else os.path.commonprefix([*map(str, names)]).rstrip("-_./"), histories)
+              for names, histories in (zip(*runs) for runs in groups.values())]
     panels = dict(eval="held-out accuracy, dense policy", reward="reward, sparse actor", length="response length in tokens",
                   alpha_tail="tail of alpha", alpha_mean="mean of alpha", kv_read="share of the cached pages read")
     fig = Figure(figsize=(15, 8), layout="constrained")
     for a, (key, title) in zip(fig.subplots(2, 3).flat, panels.items()):
-        for names, histories in (zip(*runs) for runs in groups.values()):
+        for name, histories in groups:
             steps, mean, low, high = mean_and_band(histories, key)
-            name = os.path.commonprefix([*map(str, names)]).rstrip("-_./") if len(names) > 1 else names[0]
-            line, = a.plot(steps, mean, ".-", label=f"{name}" + f", mean of {len(names)} runs" * (len(names) > 1))
+            line, = a.plot(steps, mean, ".-", label=f"{name}" + f", mean of {len(histories)} runs" * (len(histories) > 1))
             a.fill_between(steps, low, high, alpha=0.2, color=line.get_color())
         a.set(title=title, xlabel="step")
     fig.legend(*fig.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
     with writing(path):
         fig.savefig(path, dpi=110)
+    print("each run's accuracy at first and at last, then its mean over the last third of the steps: pages read, mean of alpha, "
+          "its tail (median), tokens under tau a sequence")
+    for name, histories in groups:
+        print(f"{name}: " + "; ".join(map(run_line, histories)))
     print(f"{path}: {len(folders)} runs, {len(groups)} configurations")
+
+
+def run_line(history):
+    evals, trained = [m["eval"] for m in history if "eval" in m], [m for m in history if "reward" in m]
+    last = {k: torch.tensor([m.get(k, math.nan) for m in trained[-max(len(trained) // 3, 1):]])
+            for k in ("kv_read", "alpha_mean", "alpha_tail", "alpha_low")}
+    return ((f"{evals[0]:.2f} -> {evals[-1]:.2f}, " if evals else "") + f"{last['kv_read'].mean():.0%}, "
+            f"{last['alpha_mean'].mean():.4f}, {last['alpha_tail'].median():.2f}, {last['alpha_low'].mean():.1f}")
 
 
 def summary(history, args, actor, n_held_out, longest, started):

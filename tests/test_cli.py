@@ -263,7 +263,8 @@ def test_plot_puts_runs_side_by_side(tmp_path, capsys):
             some_run(tmp_path / "c", [0.0], tau=0.0)]
     train.main(["--plot", *map(str, runs), "--plot-out", str(tmp_path / "x.png")])
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    assert "3 runs, 2 configurations" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "3 runs, 2 configurations" in out and out.count("0.25 -> 0.25, 50%, 1.0000, nan, nan") == 3
     histories = [train.read_run(r)[1] for r in runs[:2]]
     assert train.mean_and_band(histories, "reward") == ([1, 2], [2, 4], [1, 2], [3, 6])
     assert train.mean_and_band(histories, "eval") == ([0], [.25], [.25], [.25])
