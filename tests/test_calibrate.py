@@ -18,7 +18,8 @@ class Flags:
     """The flags that a sweep looks at."""
     def __init__(self, **changes):
         self.__dict__ |= dict(n=2, rows=4, max_new_tokens=40, temperature=1.0, seed=0, dense_layers=1, alpha_every=1,
-                              bin_tokens=16, min_tokens=10, tail=0.05, page_size=[4], tau=[0.86], ignore_stop=False, out=None) | changes
+                              bin_tokens=16, min_tokens=10, tail=0.05, page_size=[4], tau=[0.86], out=None,
+                              ignore_stop=False) | changes
 
 
 def measured(pages, tails, **more):
