@@ -985,9 +985,9 @@ def writing(path):
     try:
         yield
     except (OSError, RuntimeError, SafetensorError, dcp.CheckpointException) as error:
-        cause = error.__context__ if isinstance(error, RuntimeError) else error  # torch.save hides the file's error so,
-        if isinstance(error, dcp.CheckpointException):                           # and dcp each rank's
-            cause = next(iter(error.failures.values()))[0]
+        cause = next(iter(error.failures.values()))[0] if isinstance(error, dcp.CheckpointException) else error
+        if isinstance(cause, RuntimeError):  # torch.save hides the file's error so
+            cause = cause.__context__
         if not isinstance(cause, (OSError, SafetensorError)):
             raise
         raise OSError(f"'{path}' cannot be written: {cause}") from error
