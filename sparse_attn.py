@@ -491,7 +491,7 @@ def paged_attention_triton(q, k_pages, v_pages, page_table, lengths, splits=None
         q, k_pages, v_pages, page_table, lengths, out, parts, stats, q.stride(0), q.stride(1), page_table.stride(0),
         page_table.stride(1) if per_head else 0, lengths.stride(0), lengths.stride(1) if per_head else 0, G,
         D**-0.5 * 1.4426950408889634, R, max(16, triton.next_power_of_2(R)), S, D, BD, splits, 64, stages,
-        PDL=False, num_warps=warps)
+        num_warps=warps)
     if splits > 1:
         _merge_kernel[B * G, R](parts, stats, out, R, D, BD, splits, num_warps=1, **_turns(q))
     return out

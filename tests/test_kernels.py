@@ -1,4 +1,5 @@
 """Every Triton kernel against its reference: under the interpreter on a CPU (conftest sets it), compiled on a GPU."""
+import ast
 import inspect
 
 import pytest
@@ -200,6 +201,18 @@ def test_every_kernel_of_a_step_takes_its_turn_first():
     for kernel in step:
         before, _ = inspect.getsource(kernel).split("\n    _take_turn(PDL)\n")
         assert not any(access in before for access in ("tl.load(", "tl.store(", "tl.atomic"))
+
+
+def test_every_launch_gives_what_its_kernel_takes():
+    """Fault: an argument too many, which the interpreter overlooks and a GPU refuses."""
+    calls = [c for c in ast.walk(ast.parse(inspect.getsource(sa))) if isinstance(c, ast.Call)
+             and isinstance(c.func, ast.Subscript) and getattr(c.func.value, "id", "").endswith("_kernel")]
+    assert len(calls) >= 9
+    for call in calls:
+        takes = inspect.signature(getattr(sa, call.func.value.id).fn).parameters
+        named = [k.arg for k in call.keywords]  # None: **_turns(x), which gives PDL
+        assert set(named) <= {"num_warps", "num_stages", None, *takes}, call.func.value.id
+        assert (None in named) is ("PDL" in takes), call.func.value.id
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0])
