@@ -489,8 +489,9 @@ def _pad(group, args, device):
     return Batch(*tensors, hidden=torch.cat([s.rollout.hidden for s in group]).to(device))
 
 
-def in_step(batches, policy, args, device):
-    """Empty passes for a rank with fewer batches than another: FSDP's passes are taken together."""
+def in_step(samples, policy, args, device):
+    """make_batches, and empty ones for a rank with fewer than another: FSDP's passes are taken together."""
+    batches = make_batches(samples, args, device)
     nothing = Scored(Rollout([0], [], torch.zeros(0), torch.zeros(0, policy.config.hidden_size), "stop"), 0.0, weight=0.0)
     missing = max(gather([len(batches)])) - len(batches)
     return batches + [_pad([nothing], args, device) for _ in range(missing)]
@@ -584,8 +585,8 @@ def update_policy(policy, optimizer, kept, unmoved, args, device, reference=None
         measured.extend(seen for _, seen in found if seen)
 
     with torch.no_grad():  # 1. groups without spread carry no gradient, but alpha would be biased without them
-        run_all(in_step(make_batches(unmoved, args, device), policy, args, device), 1)
-    parts = [in_step(make_batches(part, args, device), policy, args, device) for part in _split_groups(kept, args.minibatches)]
+        run_all(in_step(unmoved, policy, args, device), 1)
+    parts = [in_step(part, policy, args, device) for part in _split_groups(kept, args.minibatches)]
     if len(parts) > 1:     # 2. later parts meet a policy that has moved: alpha and pi_old before the first step
         with torch.no_grad():
             for batch in (b for part in parts for b in part):
@@ -612,7 +613,7 @@ def distill(policy, lora, optimizer, samples, schedule, args, device):
 
     The sparse side is teacher-forced under the budgets that sampled. -> metrics
     """
-    batches, weights = in_step(make_batches(samples, args, device), policy, args, device), [x for p in lora.values() for x in p]
+    batches, weights = in_step(samples, policy, args, device), [x for pair in lora.values() for x in pair]
     n_tokens = max(sum(gather([int(b.in_loss.sum()) for b in batches])), 1)
 
     def run(batch):
